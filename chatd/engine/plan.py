@@ -1,0 +1,127 @@
+"""One step of the engine: what will be computed (`Plan`) and what came of it (`StepOutput`).
+
+The scheduler makes a plan, a runner executes it, and only commit makes its effects visible. The model runner reads
+nothing but the plan; the fake of the simulation gets the very same objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NewType, Protocol
+
+from chatd.engine.sampling import SamplingParams
+
+RequestId = NewType("RequestId", int)
+BlockId = NewType("BlockId", int)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """How the token after a chunk's last row is drawn.
+
+    Attributes:
+        params: The request's parameters.
+        output_position: How many tokens of the answer exist already; the draw's number.
+        stop_token_ids: The ids that `min_tokens` forbids for now; empty where it does not apply.
+        prompt_ids: The ids before the answer, only where the parameters need history.
+        output_ids: The ids of the answer so far, likewise. Both are read during the step only and never copied here.
+    """
+
+    params: SamplingParams
+    output_position: int
+    stop_token_ids: tuple[int, ...] = ()
+    prompt_ids: Sequence[int] = ()
+    output_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive positions of one request computed in one step: a decode is a chunk of one row.
+
+    Attributes:
+        request_id: Whose rows these are.
+        start: The position of the first row; everything before it is in the block table's slots.
+        token_ids: The rows' tokens.
+        block_ids: The block table up to and including the block of the last row.
+        sample: Set where the last row's logits are drawn from.
+    """
+
+    request_id: RequestId
+    start: int
+    token_ids: Sequence[int]
+    block_ids: Sequence[BlockId]
+    sample: SampleSpec | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows in this chunk."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """A copy of one whole block, done before the step's first write (copy-on-write)."""
+
+    source: BlockId
+    target: BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step: copies first, then one forward over all rows of all chunks.
+
+    Attributes:
+        step: Counts plans; never reused.
+        chunks: In the order of their rows in the flattened batch.
+        copies: Done before the forward.
+        block_size: Positions in a block.
+    """
+
+    step: int
+    chunks: Sequence[Chunk]
+    copies: Sequence[BlockCopy]
+    block_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the flattened batch."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one drawn token, after temperature 1 and before penalties.
+
+    Attributes:
+        logprob: Of the drawn token.
+        top: The likeliest (token id, log probability) pairs, likeliest first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step computed.
+
+    Attributes:
+        sampled: The token drawn for each chunk that has a `sample`.
+        logprobs: For those that asked.
+        failed: Requests whose logits were not finite, and why; their chunk has no token.
+        model_s: Seconds in the forward and in sampling; an input to the cost model.
+    """
+
+    sampled: Mapping[RequestId, int]
+    logprobs: Mapping[RequestId, TokenLogprobs] = field(default_factory=dict)
+    failed: Mapping[RequestId, str] = field(default_factory=dict)
+    model_s: float = 0.0
+
+
+class Runner(Protocol):
+    """Executes plans: the model runner, or the fake of the simulation."""
+
+    def execute(self, plan: Plan) -> StepOutput:
+        """Run one step. An exception means that nothing of the plan may become visible."""
+        ...

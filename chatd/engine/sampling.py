@@ -1,0 +1,91 @@
+"""What a request may ask of sampling. Knows ranges; does not know how tokens are drawn (`engine.sampler`)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from chatd.errors import InvalidRequest
+
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_TOP_LOGPROBS = 20
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the tokens of one request are drawn; every field is resolved (no "use the default" left).
+
+    Attributes:
+        max_tokens: Ends the answer as `max_output_tokens`.
+        min_tokens: Stop ids are not drawn before this many tokens.
+        temperature: 0 is greedy and exact.
+        top_k: 0 keeps all.
+        top_p: Keeps the smallest set with at least this probability.
+        min_p: Drops what is less likely than this share of the likeliest.
+        seed: Draw number i of the answer is Philox(seed, i); so the seed is the sampler's whole state.
+        repetition_penalty: Over prompt and answer, as in CTRL (Keskar et al., 2019); 1 is off.
+        presence_penalty: Over the answer, as OpenAI's; 0 is off.
+        frequency_penalty: Over the answer, as OpenAI's; 0 is off.
+        logit_bias: (token id, added to its logit) pairs.
+        stop_token_ids: The model's stop ids and the request's own; the one that ends an answer is kept in the ids.
+        ignore_eos: The model's stop ids do not end the answer.
+        logprobs: How many of the likeliest tokens to report beside the drawn one; None reports nothing.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """True where the likeliest token is taken and nothing is drawn."""
+        return self.temperature == 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """True where a token's logit depends on the tokens before it."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def check_sampling_params(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse what is out of range.
+
+    Raises:
+        InvalidRequest: Names the field, its value and its range. NaN fails every range.
+    """
+    ranges: tuple[tuple[str, float, float, float], ...] = (
+        ("max_tokens", params.max_tokens, 1, 2**31),
+        ("min_tokens", params.min_tokens, 0, params.max_tokens),
+        ("temperature", params.temperature, 0.0, 5.0),
+        ("top_k", params.top_k, 0, 2**31),
+        ("top_p", params.top_p, 0.0, 1.0),
+        ("min_p", params.min_p, 0.0, 1.0),
+        ("seed", params.seed, 0, 2**63 - 1),
+        ("repetition_penalty", params.repetition_penalty, 0.01, 10.0),
+        ("presence_penalty", params.presence_penalty, -2.0, 2.0),
+        ("frequency_penalty", params.frequency_penalty, -2.0, 2.0),
+        ("logprobs", params.logprobs or 0, 0, MAX_TOP_LOGPROBS),
+        ("stop_token_ids", len(params.stop_token_ids), 0, MAX_STOP_TOKEN_IDS),
+        ("logit_bias", len(params.logit_bias), 0, MAX_LOGIT_BIAS),
+    )
+    for name, value, low, high in ranges:
+        if not low <= value <= high:
+            raise InvalidRequest(f"{name} is {value}, the range is {low} to {high}", param=name)
+    for token_id in params.stop_token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"{token_id} is not in the vocabulary of {vocab_size} tokens", param="stop_token_ids")
+    for token_id, bias in params.logit_bias:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"{token_id} is not in the vocabulary of {vocab_size} tokens", param="logit_bias")
+        if not -100.0 <= bias <= 100.0:
+            raise InvalidRequest(f"a bias is {bias}, the range is -100 to 100", param="logit_bias")
