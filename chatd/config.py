@@ -1,0 +1,391 @@
+"""Settings: a TOML file, then CHATD_ environment variables, then flags; the only place that reads the environment.
+
+`load_settings` says of each value where it came from. An unknown key is refused by its path, with the nearest right
+name. Everything here is data; whoever uses a setting checks it against the machine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from chatd.errors import ConfigError
+
+ENV_PREFIX = "CHATD_"
+ENV_NESTED = "__"
+CLIENT_VARIABLES = frozenset({"CHATD_CONFIG", "CHATD_URL", "CHATD_KEY"})
+DEFAULT_PORT = 8790
+BUILT_IN_MODEL = "smollm2-135m"
+_BYTE_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ServerSettings(_Section):
+    """Where the daemon listens and whom it lets in."""
+
+    host: str = Field(
+        "127.0.0.1", description="Address to listen on. Anything but loopback needs keys, and TLS or a proxy."
+    )
+    port: int = Field(DEFAULT_PORT, ge=0, le=65535, description="Port; 0 takes a free one.")
+    keys_file: Path | None = Field(
+        None, description="Keys of the tenants (`chatd keys`). Without it a random local key is made."
+    )
+    allow_anonymous_loopback: bool = Field(
+        False,
+        description="Serve requests without a key, on loopback only, as the tenant `local`. For benchmarks.",
+    )
+    tls_cert: Path | None = Field(None, description="Certificate chain, PEM.")
+    tls_key: Path | None = Field(None, description="Private key, PEM.")
+    behind_proxy: str | None = Field(
+        None, description="Address of the proxy that ends TLS; only its headers are believed."
+    )
+    allowed_origins: tuple[str, ...] = Field((), description="Origins of web pages that may connect.")
+    allowed_hosts: tuple[str, ...] = Field((), description="Host names that requests may name, beside loopback's.")
+    max_connections: int = Field(1024, ge=1, description="Open websockets in all.")
+    max_connections_per_key: int = Field(64, ge=1, description="Open websockets of one key.")
+    max_connections_per_address: int = Field(128, ge=1, description="Open websockets from one address.")
+    max_body_bytes: int = Field(4 * 2**20, ge=1024, description="Largest HTTP body.")
+    first_frame_timeout_s: float = Field(
+        30.0, gt=0, description="A websocket that says nothing for so long after its handshake is closed."
+    )
+    heartbeat_s: int = Field(20, ge=1, description="Between websocket pings.")
+    send_buffer_bytes: int = Field(2**20, ge=2**14, description="Unsent bytes of one websocket before its clock runs.")
+    send_timeout_s: float = Field(5.0, gt=0, description="Longest a websocket may stay above `send_buffer_bytes`.")
+    drain_timeout_s: float = Field(
+        10.0, ge=0, description="Longest that a stopping daemon waits for answers in progress."
+    )
+
+
+class ModelSettings(_Section):
+    """Which model, and in which form."""
+
+    name: str = Field(BUILT_IN_MODEL, description="A built-in name, a local folder, or a Hugging Face id.")
+    quantization: Literal["fp16", "int8", "fp32"] = Field(
+        "fp16", description="Weights of the linear layers on the CPU."
+    )
+    kv_dtype: Literal["float16", "float32"] = Field("float16", description="Format of the KV cache.")
+    max_model_len: int | None = Field(
+        None, ge=16, description="Tokens of a context; the model's own limit where absent."
+    )
+
+
+class EngineSettings(_Section):
+    """Memory and batch of the engine."""
+
+    block_size: Literal[16, 32, 64] = Field(16, description="Tokens of a KV block.")
+    kv_memory: str = Field("auto", description='Bytes of the block pool, such as "2GiB", or "auto".')
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="Requests in one batch.")
+    max_num_batched_tokens: int = Field(512, ge=16, description="Rows of one step.")
+    threads: int = Field(
+        0, ge=0, description="Threads of the CPU backend; 0 takes what the affinity and the cgroup allow."
+    )
+    max_queued_requests: int = Field(4096, ge=1, description="Requests that may wait, all tenants together.")
+
+
+class SessionSettings(_Section):
+    """Bounds of conversations."""
+
+    max_sessions_per_user: int = Field(1024, ge=1, description="Open sessions of one user.")
+    max_content_bytes: int = Field(2**20, ge=1024, description="Largest message.")
+    max_tokens: int | None = Field(
+        None, ge=1, description="Longest answer where a client names none; the rest of the context where absent."
+    )
+    replay_events: int = Field(8192, ge=16, description="Events that a session keeps for clients that reconnect.")
+    replay_bytes: int = Field(2**20, ge=2**12, description="Bytes of those events.")
+    replay_ttl_s: int = Field(300, ge=1, description="How long they are kept.")
+    max_known_messages: int = Field(
+        65536, ge=16, description="Messages by which stateless requests find their history."
+    )
+
+
+class QuotaSettings(_Section):
+    """Limits of one key; 0 is none."""
+
+    requests_per_minute: int = Field(0, ge=0, description="Turns and completions.")
+    tokens_per_minute: int = Field(0, ge=0, description="Tokens in and out.")
+    max_inflight: int = Field(64, ge=1, description="Answers in progress.")
+
+
+class TenantSettings(_Section):
+    """A tenant's share of the machine."""
+
+    weight: float = Field(
+        1.0, gt=0, le=1000, description="Share of tokens and blocks beside the other tenants' weights."
+    )
+    floor: float = Field(0.0, ge=0, le=0.5, description="Part of the pool that no other tenant can take.")
+
+
+class LogSettings(_Section):
+    """What is written to stderr."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least severe event that is written."
+    )
+    format: Literal["auto", "json", "console"] = Field(
+        "auto", description="`auto` is readable on a terminal and JSON elsewhere."
+    )
+    prompts: bool = Field(False, description="Write the text of prompts and answers too.")
+
+
+class Settings(BaseSettings):
+    """All settings of a daemon. Use `load_settings`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_nested_delimiter=ENV_NESTED, extra="forbid", frozen=True, protected_namespaces=()
+    )
+
+    server: ServerSettings = ServerSettings()
+    model: ModelSettings = ModelSettings()
+    engine: EngineSettings = EngineSettings()
+    sessions: SessionSettings = SessionSettings()
+    quotas: QuotaSettings = QuotaSettings()
+    tenants: dict[str, TenantSettings] = Field({}, description="Shares by tenant name; others get the defaults.")
+    log: LogSettings = LogSettings()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Take values as given: `load_settings` has merged the sources already, to remember where each came from."""
+        return (init_settings,)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSettings:
+    """Settings, and for each dotted path that is not a default, where its value came from."""
+
+    settings: Settings
+    sources: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientDefaults:
+    """Where a client connects when it is not told: `CHATD_URL`, `CHATD_KEY`, else the daemon on this machine."""
+
+    url: str
+    key: str | None
+
+
+def config_dir() -> Path:
+    """Return the user's folder for chatd's configuration."""
+    return _user_dir("XDG_CONFIG_HOME", ".config")
+
+
+def cache_dir() -> Path:
+    """Return the user's folder for what can be made again: models, compiled kernels."""
+    return _user_dir("XDG_CACHE_HOME", ".cache")
+
+
+def state_dir() -> Path:
+    """Return the user's folder for the local key and logs."""
+    return _user_dir("XDG_STATE_HOME", ".local/state")
+
+
+def local_key_path() -> Path:
+    """Return where the random local key is kept when there is no keys file."""
+    return state_dir() / "local.key"
+
+
+def client_defaults() -> ClientDefaults:
+    """Return where a client connects when it is not told."""
+    key = os.environ.get("CHATD_KEY")
+    if not key:
+        try:
+            key = local_key_path().read_text().strip() or None
+        except OSError:
+            key = None
+    return ClientDefaults(url=os.environ.get("CHATD_URL", f"http://127.0.0.1:{DEFAULT_PORT}"), key=key)
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """Return this process's environment with changes, for a child process."""
+    return {**os.environ, **changes}
+
+
+def parse_bytes(text: str, *, param: str) -> int:
+    """Return a number of bytes from text such as "2GiB", "512MB" or "1073741824".
+
+    Raises:
+        ConfigError: Names `param`.
+    """
+    number = text.strip().upper().rstrip("BIKMG")
+    unit = text.strip().upper()[len(number) :]
+    try:
+        return int(float(number) * _BYTE_UNITS[unit])
+    except (ValueError, KeyError):
+        raise ConfigError(f'{text!r} is not a size such as "2GiB" ({param})', param=param) from None
+
+
+def load_settings(
+    path: Path | None = None,
+    flags: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> LoadedSettings:
+    """Merge the file, the environment and the flags into settings.
+
+    Args:
+        path: A TOML file; `CHATD_CONFIG`, else `config.toml` in the user's folder where it exists, where absent.
+        flags: Values by dotted path, such as `server.port`; None values are left out.
+        environment: The process's own where absent.
+
+    Raises:
+        ConfigError: A file that cannot be read, an unknown key, or a value out of range; each named by its path.
+    """
+    environment = os.environ if environment is None else environment
+    sources: dict[str, str] = {}
+    merged: dict[str, Any] = {}
+    chosen = path or _default_file(environment)
+    if chosen is not None:
+        _overlay(merged, _read_toml(chosen), str(chosen), sources)
+    _overlay(merged, _from_environment(environment), "environment", sources)
+    given: dict[str, Any] = {}
+    for dotted, value in (flags or {}).items():
+        if value is not None:
+            section, _, name = dotted.partition(".")
+            given.setdefault(section, {})[name] = value
+    _overlay(merged, given, "flag", sources)
+    _refuse_unknown(merged, sources)
+    try:
+        return LoadedSettings(Settings(**merged), sources)
+    except ValidationError as error:
+        first = error.errors()[0]
+        dotted = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(
+            f"{first['input']!r} is no value for {dotted} (from {sources.get(dotted, 'the settings')}): {first['msg']}",
+            param=dotted,
+        ) from None
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a nested mapping by dotted path."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= leaves(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _user_dir(variable: str, fallback: str) -> Path:
+    base = os.environ.get(variable)
+    return (Path(base) if base else Path.home() / fallback) / "chatd"
+
+
+def _default_file(environment: Mapping[str, str]) -> Path | None:
+    named = environment.get("CHATD_CONFIG")
+    if named:
+        return Path(named)
+    usual = config_dir() / "config.toml"
+    return usual if usual.exists() else None
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror} (--config)", param="config") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}", param="config") from None
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    ours = {name: value for name, value in environment.items() if name.startswith(ENV_PREFIX)}
+    known = {
+        f"{ENV_PREFIX}{section}{ENV_NESTED}{name}".upper()
+        for section, names in _known_names().items()
+        for name in names or ()
+    }
+    for name in ours:
+        is_tenant = name.startswith(f"{ENV_PREFIX}TENANTS")
+        if name not in CLIENT_VARIABLES and name.upper() not in known and not is_tenant:
+            raise ConfigError(f"{name} is not a setting{_nearest(name, known | CLIENT_VARIABLES)}", param=name)
+    source = _Environment(Settings, {name: value for name, value in ours.items() if name not in CLIENT_VARIABLES})
+    return source()
+
+
+class _Environment(EnvSettingsSource):
+    """pydantic-settings' environment source over a given mapping."""
+
+    def __init__(self, settings_cls: type[BaseSettings], variables: Mapping[str, str]) -> None:
+        self._variables = {name.lower(): value for name, value in variables.items()}
+        super().__init__(settings_cls)
+
+    def _load_env_vars(self) -> Mapping[str, str | None]:
+        return self._variables
+
+
+def _overlay(target: dict[str, Any], values: Mapping[str, Any], source: str, sources: dict[str, str]) -> None:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and isinstance(target.get(name, {}), dict):
+            inner: dict[str, str] = {}
+            _overlay(target.setdefault(name, {}), value, source, inner)
+            sources.update({f"{name}.{dotted}": origin for dotted, origin in inner.items()})
+        else:
+            target[name] = value
+            sources[name] = source
+
+
+def _known_names() -> dict[str, list[str] | None]:
+    """Return the names in each section; None where names are free (tenants)."""
+    return {
+        section: list(field.annotation.model_fields) if _is_section(field.annotation) else None
+        for section, field in Settings.model_fields.items()
+    }
+
+
+def _is_section(annotation: Any) -> typing.TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _refuse_unknown(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+    sections = _known_names()
+    for section, inner in values.items():
+        if section not in sections:
+            raise ConfigError(f"{section} is not a section{_nearest(section, sections)}", param=section)
+        names = sections[section]
+        tables = {section: inner}
+        if names is None:
+            tables = {f"{section}.{tenant}": fields for tenant, fields in _table(section, inner).items()}
+        for where, table in tables.items():
+            allowed = names or list(TenantSettings.model_fields)
+            for name in _table(where, table):
+                if name not in allowed:
+                    dotted = f"{where}.{name}"
+                    origin = sources.get(dotted, "the settings")
+                    raise ConfigError(
+                        f"{dotted} (from {origin}) is not a setting{_nearest(name, allowed)}", param=dotted
+                    )
+
+
+def _table(where: str, values: Any) -> Mapping[str, Any]:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{values!r} is no value for {where}, which is a table", param=where)
+    return values
+
+
+def _nearest(name: str, allowed: typing.Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
