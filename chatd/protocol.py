@@ -758,7 +758,7 @@ def command_id(text: str | bytes) -> str | None:
     """Return the `id` of a frame that may be broken otherwise, to answer it as `re`."""
     try:
         head = _head_decoder.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeError):
         return None
     return head.id if isinstance(head.id, str) and len(head.id) <= 64 else None
 
@@ -783,7 +783,7 @@ def _decode_head(text: str | bytes) -> _Head:
         return _head_decoder.decode(text)
     except msgspec.ValidationError as error:
         raise invalid_field(error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeError) as error:
         raise InvalidRequest(f"the frame is not JSON: {error}", code="invalid_json") from None
 
 

@@ -1,0 +1,311 @@
+"""The `chatd` command. Each command reads its settings, does one thing of another module, and shows errors in one way.
+
+Nothing heavy is imported here: a command imports what it needs when it runs, so `chatd --help` is instant and the base
+install has every command that it can serve.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import chatd
+from chatd.config import BUILT_IN_MODEL, LoadedSettings, client_defaults, config_dir, leaves, load_settings
+from chatd.errors import ChatdError, EnvironmentProblem, StartupError
+
+SERVING = "Serving"
+CONVERSATIONS = "Conversations"
+SETTING_UP = "Setting up"
+
+app = typer.Typer(
+    help="chatd keeps many people's conversations with a language model resident on one box.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+keys_app = typer.Typer(help="The keys file: which key belongs to which tenant and user.", no_args_is_help=True)
+config_app = typer.Typer(help="The settings and where each came from.", no_args_is_help=True)
+app.add_typer(keys_app, name="keys", rich_help_panel=SETTING_UP)
+app.add_typer(config_app, name="config", rich_help_panel=SETTING_UP)
+notices = Console(stderr=True)
+output = Console()
+
+Quantization = Literal["fp16", "int8", "fp32"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="TOML file (default: CHATD_CONFIG, or config.toml in your folder).")
+]
+KeysFileOption = Annotated[Path | None, typer.Option("--keys-file", help="The keys file (default: server.keys_file).")]
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", help=f"Built-in name ({BUILT_IN_MODEL}), local folder, or Hugging Face id."),
+]
+QuantizationOption = Annotated[Quantization | None, typer.Option(help="Weights of the linear layers on the CPU.")]
+
+
+def main() -> None:
+    """Run the command line; a refusal is one line on stderr and an exit code that tells its kind."""
+    try:
+        app()
+    except ChatdError as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _fail(error: ChatdError) -> NoReturn:
+    notices.print(f"[bold red]chatd:[/] {_escaped(error.message)}", highlight=False)
+    if error.hint:
+        notices.print(f"       {_escaped(error.hint)}", highlight=False)
+    sys.exit(error.exit_code if isinstance(error, StartupError) else 1)
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        output.print(chatd.__version__, highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
+@app.command(rich_help_panel=SERVING)
+def serve(
+    model: ModelArgument = None,
+    config: ConfigOption = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one.")] = None,
+    keys_file: KeysFileOption = None,
+    no_auth: Annotated[bool, typer.Option("--no-auth", help="Ask for no key; loopback only.")] = False,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Private key, PEM.")] = None,
+    behind_proxy: Annotated[str | None, typer.Option(help="Address of the proxy that ends TLS.")] = None,
+    quantization: QuantizationOption = None,
+    kv_memory: Annotated[str | None, typer.Option(help='Size of the block pool, such as "2GiB".')] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens of a context.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Requests in one batch.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Rows of one step.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of the CPU backend.")] = None,
+    log_level: Annotated[LogLevel | None, typer.Option(help="Least severe event that is logged.")] = None,
+    until_stdin_closes: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Serve a model to everybody who has a key."""
+    loaded = load_settings(
+        config,
+        {
+            "model.name": model,
+            "server.host": host,
+            "server.port": port,
+            "server.keys_file": keys_file,
+            "server.allow_anonymous_loopback": no_auth or None,
+            "server.tls_cert": tls_cert,
+            "server.tls_key": tls_key,
+            "server.behind_proxy": behind_proxy,
+            "model.quantization": quantization,
+            "engine.kv_memory": kv_memory,
+            "model.max_model_len": max_model_len,
+            "engine.max_num_seqs": max_num_seqs,
+            "engine.max_num_batched_tokens": max_num_batched_tokens,
+            "engine.threads": threads,
+            "log.level": log_level,
+        },
+    )
+    run = _server_module().serve
+    if until_stdin_closes:
+        _end_with_stdin()
+    run(loaded.settings)
+
+
+@app.command(rich_help_panel=CONVERSATIONS)
+def chat(
+    model: ModelArgument = None,
+    config: ConfigOption = None,
+    quantization: QuantizationOption = None,
+) -> None:
+    """Start a daemon for yourself, talk to it in the terminal, and stop it again."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise EnvironmentProblem(
+            "chatd chat needs a terminal",
+            hint="run it in one; without a terminal, `chatd serve` starts the daemon for any OpenAI client",
+        )
+    from chatd.local_daemon import LocalDaemon, readiness
+
+    try:
+        from chatd_tui.app import run_app
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"the terminal client is not installed ({error.name} is missing)", hint='pip install "chatd[tui]"'
+        ) from None
+    loaded = load_settings(config, {"model.name": model, "model.quantization": quantization})
+    settings = loaded.settings
+    url = f"http://{settings.server.host}:{settings.server.port}"
+    if readiness(url) is not None:
+        notices.print(f"a daemon is running at {url} already; connecting to it", highlight=False)
+        run_app(url, client_defaults().key)
+        return
+    _server_module()
+    _resolve_with_progress(settings.model.name)
+    arguments = [settings.model.name, "--quantization", settings.model.quantization]
+    if config is not None:
+        arguments += ["--config", str(config)]
+    with LocalDaemon(url, arguments) as daemon:
+        with _progress_bar() as progress:
+            task = progress.add_task("starting", total=1.0)
+            daemon.wait_ready(lambda phase, done: progress.update(task, description=phase, completed=done))
+        run_app(url, client_defaults().key)
+
+
+@app.command(rich_help_panel=SETTING_UP)
+def pull(model: Annotated[str, typer.Argument(help="Built-in name, or Hugging Face id.")]) -> None:
+    """Fetch a model and make it ready, so that the first start does not wait for it."""
+    files = _resolve_with_progress(model)
+    output.print(f"{files.id} is in {files.path}", highlight=False, soft_wrap=True)
+
+
+@keys_app.command("create")
+def keys_create(
+    tenant: Annotated[str, typer.Option(help="The tenant that the key belongs to.")],
+    user: Annotated[str, typer.Option(help="The user within the tenant.")],
+    label: Annotated[str, typer.Option(help="What the key is for.")] = "",
+    operator: Annotated[bool, typer.Option("--operator", help="May see the whole pool and all metrics.")] = False,
+    keys_file: KeysFileOption = None,
+) -> None:
+    """Make a key and show it once; the file keeps only its hash."""
+    from chatd.tenants.keys import create_key
+
+    path = _keys_path(keys_file)
+    secret = create_key(path, tenant=tenant, user=user, label=label, operator=operator)
+    notices.print(f"added to {path}; this is the only time the key is shown:", highlight=False, soft_wrap=True)
+    print(secret)
+
+
+@keys_app.command("list")
+def keys_list(keys_file: KeysFileOption = None) -> None:
+    """List the keys, without their secrets."""
+    from chatd.tenants.keys import list_keys
+
+    table = Table("id", "tenant", "user", "label", "operator", "created")
+    for key in list_keys(_keys_path(keys_file)):
+        created = key.created_at.strftime("%Y-%m-%d %H:%M")
+        row = (key.id, key.tenant, key.user, key.label, "yes" if key.is_operator else "", created)
+        table.add_row(*map(_escaped, row))
+    output.print(table)
+
+
+@keys_app.command("revoke")
+def keys_revoke(
+    key_id: Annotated[str, typer.Argument(help="The id that `chatd keys list` shows.")],
+    keys_file: KeysFileOption = None,
+) -> None:
+    """Remove a key; a running daemon closes its connections within 5 s."""
+    from chatd.tenants.keys import revoke_key
+
+    revoke_key(_keys_path(keys_file), key_id)
+    notices.print(f"revoked {key_id}", highlight=False)
+
+
+@config_app.command("show")
+def config_show(
+    config: ConfigOption = None, as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False
+) -> None:
+    """Show every setting and where its value came from."""
+    loaded = load_settings(config)
+    rows = _setting_rows(loaded)
+    if as_json:
+        print(json.dumps({name: {"value": value, "source": source} for name, value, source in rows}, indent=2))
+        return
+    table = Table("setting", "value", "from")
+    for name, value, source in rows:
+        table.add_row(name, _escaped(json.dumps(value)), _escaped(source), style="" if source != "default" else "dim")
+    output.print(table)
+
+
+@app.command(rich_help_panel=SETTING_UP)
+def schema() -> None:
+    """Print the JSON Schema of the websocket protocol's frames."""
+    from chatd.protocol import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+
+
+def _setting_rows(loaded: LoadedSettings) -> list[tuple[str, Any, str]]:
+    values = leaves(loaded.settings.model_dump(mode="json"))
+    return [(name, value, loaded.sources.get(name, "default")) for name, value in values.items()]
+
+
+def _keys_path(given: Path | None) -> Path:
+    return given or load_settings().settings.server.keys_file or config_dir() / "keys.json"
+
+
+def _server_module() -> Any:
+    """Import the server, or say how to install it."""
+    try:
+        from chatd.server import serve as module
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"the server is not installed ({error.name} is missing)", hint='pip install "chatd[server]"'
+        ) from None
+    return module
+
+
+def _resolve_with_progress(model: str) -> Any:
+    try:
+        from chatd.models.registry import resolve
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"the server is not installed ({error.name} is missing)", hint='pip install "chatd[server]"'
+        ) from None
+    with _progress_bar() as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def show(phase: str, done: float) -> None:
+            if phase not in tasks:
+                tasks[phase] = progress.add_task(phase, total=1.0)
+            progress.update(tasks[phase], completed=done)
+
+        return resolve(model, progress=show)
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Progress]:
+    columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=notices) as progress:
+        yield progress
+
+
+def _end_with_stdin() -> None:
+    """Ask this process to stop when its standard input closes: whoever started it is gone."""
+
+    def wait() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="until-stdin-closes", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

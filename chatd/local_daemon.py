@@ -1,0 +1,122 @@
+"""A daemon that this process starts for one person and stops again: `chatd chat`, and the terminal client's offer."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+from chatd.config import state_dir
+from chatd.errors import EnvironmentProblem
+
+STOP_TIMEOUT_S = 20.0
+POLL_INTERVAL_S = 0.1
+LOG_TAIL_LINES = 20
+
+
+def readiness(url: str, timeout_s: float = 2.0) -> dict[str, Any] | None:
+    """Return what `/ready` says of the daemon at `url`, or None where nobody answers as chatd does.
+
+    The answer has "status" ("ready", or what it is doing) and, while it loads, "phase" and "progress" (0 to 1).
+    """
+    address = urlsplit(url)
+    kind = http.client.HTTPSConnection if address.scheme in ("https", "wss") else http.client.HTTPConnection
+    connection = kind(address.hostname or "127.0.0.1", address.port, timeout=timeout_s)
+    try:
+        connection.request("GET", "/ready")
+        body = json.loads(connection.getresponse().read(65536))
+    except (OSError, http.client.HTTPException, ValueError):
+        return None
+    finally:
+        connection.close()
+    return body if isinstance(body, dict) and "status" in body else None
+
+
+class LocalDaemon:
+    """A `chatd serve` of our own: started, waited for, and stopped on exit.
+
+    The child also stops when this process dies, however it dies: it serves until its standard input closes.
+
+    Args:
+        url: Where it will listen; loopback.
+        arguments: More flags for `chatd serve`.
+        log_path: Where its log goes.
+    """
+
+    def __init__(self, url: str, arguments: Sequence[str] = (), log_path: Path | None = None) -> None:
+        self.url = url
+        self.log_path = log_path or state_dir() / "serve.log"
+        address = urlsplit(url)
+        self._command = [
+            *(sys.executable, "-m", "chatd.cli", "serve", "--until-stdin-closes"),
+            *("--host", address.hostname or "127.0.0.1", "--port", str(address.port or 80)),
+            *arguments,
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> LocalDaemon:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the child; its log begins anew."""
+        self.log_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(  # noqa: S603
+                self._command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def wait_ready(self, on_phase: Callable[[str, float], None], timeout_s: float = 600.0) -> None:
+        """Return when the daemon serves.
+
+        Raises:
+            EnvironmentProblem: It ended, or took too long; with the end of its log.
+        """
+        assert self._process is not None, "the daemon was not started"
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            exit_code = self._process.poll()
+            if exit_code is not None:
+                raise EnvironmentProblem(f"the daemon ended with exit code {exit_code}\n{self.log_tail()}")
+            state = readiness(self.url)
+            if state is not None:
+                if state["status"] == "ready":
+                    return
+                on_phase(str(state.get("phase") or "starting"), float(state.get("progress") or 0.0))
+            time.sleep(POLL_INTERVAL_S)
+        raise EnvironmentProblem(f"the daemon is not ready after {timeout_s:.0f} s\n{self.log_tail()}")
+
+    def log_tail(self) -> str:
+        """Return the end of the daemon's log."""
+        try:
+            return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+        except OSError:
+            return ""
+
+    def stop(self) -> None:
+        """Ask the child to end, and make it end if it does not."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.stdin is not None:
+            with suppress(OSError):
+                process.stdin.close()
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
