@@ -106,3 +106,11 @@ def test_sizes_are_read(text: str, size: int) -> None:
 def test_a_text_that_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"engine\.kv_memory"):
         parse_bytes(text, param="engine.kv_memory")
+
+
+def test_the_docs_name_every_setting_with_its_meaning() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "configuration.md").read_text()
+    for field in Settings.model_fields.values():
+        for name, setting in getattr(field.annotation, "model_fields", {}).items():
+            assert f"| `{name}` |" in page
+            assert str(setting.description) in page

@@ -9,6 +9,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from chatd import __version__
 
@@ -21,8 +23,6 @@ def run(*command: str) -> str:
 
 def closure(extra: str | None) -> set[str]:
     """Return the names of all distributions that an install with one extra brings."""
-    from packaging.requirements import Requirement
-
     seen: set[tuple[str, str]] = set()
     todo = [("chatd", extra or "")]
     while todo:
@@ -36,7 +36,7 @@ def closure(extra: str | None) -> set[str]:
             continue
         for requirement in map(Requirement, lines):
             if requirement.marker is None or requirement.marker.evaluate({"extra": wanted}):
-                key = requirement.name.lower().replace("_", "-")
+                key = canonicalize_name(requirement.name)
                 todo += [(key, inner) for inner in ("", *requirement.extras)]
     return {name for name, _ in seen}
 
@@ -86,15 +86,13 @@ def test_the_server_extra_brings_the_engine() -> None:
 
 
 def test_every_pinned_version_is_within_its_range() -> None:
-    from packaging.requirements import Requirement
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = project["dependencies"] + [line for extra in project["optional-dependencies"].values() for line in extra]
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = dict(line.lower().replace("_", "-").split("==") for line in lines if "==" in line)
+    pins = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
     for requirement in map(Requirement, wanted):
         if requirement.name != "triton":
-            assert requirement.specifier.contains(pins[requirement.name.lower()]), requirement
+            assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
 
 
 def test_the_wheel_holds_the_three_packages_and_nothing_else(tmp_path: Path) -> None:
