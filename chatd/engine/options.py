@@ -1,0 +1,72 @@
+"""What the engine is started with: one struct, the first frame on the pipe. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from chatd.engine.messages import LENGTH_PREFIX_BYTES
+
+
+class TenantShare(msgspec.Struct, frozen=True, array_like=True):
+    """A tenant's part of the machine.
+
+    Attributes:
+        weight: Beside the other tenants' weights.
+        floor: Part of the pool, 0 to 0.5, that no other tenant can take.
+    """
+
+    weight: float = 1.0
+    floor: float = 0.0
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that the engine's process is told; it reads no settings of its own.
+
+    Attributes:
+        model_id: The name that clients use.
+        model_path: A checked folder; the engine fetches and converts nothing.
+        model_digest: Of weights and config; part of every KV namespace.
+        quantization: Format of the linear layers' weights.
+        kv_dtype: Format of the KV cache.
+        max_model_len: Tokens of a context; the model's own limit where None. Lowered to what fits the pool.
+        block_size: Tokens of a block.
+        kv_memory_bytes: Size of the pool; chosen from free memory where None.
+        max_num_seqs: Requests in one batch.
+        max_num_batched_tokens: Rows of one step.
+        max_queued_requests: Requests that may wait, all tenants together.
+        num_threads: Of the CPU backend; 0 takes what the affinity and the cgroup's quota allow.
+        tenants: Shares by tenant; others have the default.
+        log_level: Least severe event that is written to stderr.
+    """
+
+    model_id: str
+    model_path: str
+    model_digest: str
+    quantization: Literal["fp16", "int8", "fp32"] = "fp16"
+    kv_dtype: Literal["float16", "float32"] = "float16"
+    max_model_len: int | None = None
+    block_size: int = 16
+    kv_memory_bytes: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_queued_requests: int = 4096
+    num_threads: int = 0
+    tenants: dict[str, TenantShare] = {}
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(EngineOptions)
+
+
+def encode_options(options: EngineOptions) -> bytes:
+    """Return the frame of the options."""
+    body = _encoder.encode(options)
+    return len(body).to_bytes(LENGTH_PREFIX_BYTES, "big") + body
+
+
+def decode_options(body: bytes | memoryview) -> EngineOptions:
+    """Decode the body of the options' frame."""
+    return _decoder.decode(body)

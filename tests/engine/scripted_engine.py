@@ -1,0 +1,77 @@
+"""A process that speaks the engine's side of the pipe and does what its model's name says."""
+
+import os
+import select
+import sys
+import time
+
+from chatd.engine.messages import (
+    Cancel,
+    Loading,
+    Ping,
+    Pong,
+    Ready,
+    Release,
+    Shutdown,
+    StartFailed,
+    Submit,
+    TokenDelta,
+    Tokens,
+    WatchPool,
+    decode_front,
+    encode,
+)
+from chatd.engine.options import decode_options
+from chatd.engine.pipe import EnginePipe, PipeClosed
+
+
+def main():
+    import socket
+
+    pipe = EnginePipe(socket.socket(fileno=int(sys.argv[1])))
+    bodies = []
+    while not bodies:
+        bodies = pipe.receive(None)
+    options = decode_options(bodies.pop(0))
+    behavior = options.model_id
+    pipe.send([encode(Loading("weights", 0.5))])
+    if behavior == "refuse":
+        pipe.send([encode(StartFailed("no_room_for_pool", "12 MiB are free", 3))])
+        pipe.finish(5.0)
+        return 3
+    if behavior == "exit at start":
+        return 9
+    threads = int(os.environ["OMP_NUM_THREADS"])
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    pipe.send([encode(Ready(os.getpid(), 16, threads, 1, 1, options.quantization, []))])
+    while True:
+        for body in bodies or pipe.receive(None):
+            match decode_front(body):
+                case Ping(nonce):
+                    pipe.send([encode(Pong(nonce))])
+                case Shutdown():
+                    if behavior == "deaf":
+                        select.select([], [], [])
+                    return 0
+                case Submit() as submit:
+                    deltas = [encode(Tokens(i, [TokenDelta(submit.request, [i])])) for i in range(len(submit.new_ids))]
+                    pipe.send(deltas)
+                case Cancel():
+                    os._exit(7)
+                case Release():
+                    pipe.send([b"\x00\x00\x00\x01\xc1"])
+                case WatchPool(interval_s):
+                    pipe.send([encode(Pong(0)), encode(Loading("watching", interval_s))])
+                    if interval_s == 5.0:  # busy, and silent
+                        end = time.monotonic() + 1.2
+                        while time.monotonic() < end:
+                            pass
+                        pipe.send([encode(Loading("was busy", 1.0))])
+        bodies = []
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except PipeClosed:
+        sys.exit(0)
