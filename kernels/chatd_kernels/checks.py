@@ -1,0 +1,30 @@
+"""What launchers check before a kernel, which checks nothing, gets an address."""
+
+from __future__ import annotations
+
+import torch
+
+
+def check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+    """Check shape, dtype and contiguity, and return the address.
+
+    Raises:
+        ValueError: the tensor is not what the kernel reads.
+    """
+    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} is {tuple(tensor.shape)} {tensor.dtype}"
+            f"{'' if tensor.is_contiguous() else ', not contiguous'}; expected contiguous {shape} {dtype}"
+        )
+    address: int = tensor.data_ptr()
+    return address
+
+
+def check_multiple(name: str, value: int, of: int = 16) -> None:
+    """Check that a size is a positive multiple of the vector width.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if value < 1 or value % of:
+        raise ValueError(f"{name} {value} is no positive multiple of {of}")

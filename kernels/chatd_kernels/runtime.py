@@ -1,0 +1,264 @@
+"""How the CPU kernels are compiled, cached, started and spread over threads.
+
+A kernel here is one compiled function `void(int64 frame)`. A frame is an array of int64: two counters, then addresses
+and numbers. Every thread of a parallel launch runs the same function on the same frame and takes items of work from the
+first counter (`next_item`) until none is left; a thread that needs scratch memory takes its own number from the second
+(`claim_worker`). Which thread computes an item never changes what is computed.
+
+Threads are those of torch's own OpenMP team, entered by `GOMP_parallel` of the libgomp in torch's library folder: no
+second pool, about 3 µs a launch. Where there is none (macOS, Windows), kernels run on the calling thread.
+
+Idle OpenMP threads spin, and on a shared machine that makes a step ten times slower. Whoever starts the engine's process
+sets OMP_WAIT_POLICY=PASSIVE in its environment: libgomp reads it when it is loaded, that is before torch is imported, so
+it is too late to set it here.
+
+Compiled code is kept in the user's cache folder, under a digest of this package's source; numba keys it by CPU inside.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import hashlib
+import math
+import os
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+import torch
+from numba import cfunc, njit, types
+
+from chatd_kernels.vector import fetch_add, load_i64
+
+_WORD = 8
+FIRST_ARGUMENT = 2
+"""Index in a frame of its first argument, after the two counters."""
+
+
+# Inside kernels ----------------------------------------------------------------------------------
+
+
+@njit  # type: ignore[untyped-decorator]
+def next_item(frame: int) -> int:
+    """Take the number of the next item of work."""
+    return fetch_add(frame, 1)
+
+
+@njit  # type: ignore[untyped-decorator]
+def claim_worker(frame: int) -> int:
+    """Take this thread's number, 0 <= number < threads of the launch."""
+    return fetch_add(frame + 8, 1)
+
+
+@njit  # type: ignore[untyped-decorator]
+def argument(frame: int, index: int) -> int:
+    """The launch's argument number `index`, counted from 0."""
+    return load_i64(frame + (2 + index) * 8)
+
+
+# Threads -----------------------------------------------------------------------------------------
+
+
+def available_threads() -> int:
+    """CPUs this process may use: its affinity, cut to its cgroup's quota, at least 1."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_cpus(Path("/"))
+    return max(1, min(affinity, math.floor(quota)) if quota is not None else affinity)
+
+
+def _cgroup_cpus(root: Path) -> float | None:
+    """The smallest CPU quota on the path of this process's cgroup (version 2, or 1), or None without one."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    limits: list[float] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        base = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        group = base / path.strip("/")
+        for folder in (group, *group.parents):
+            limit = _read_quota(folder)
+            if limit is not None:
+                limits.append(limit)
+            if folder == base:
+                break
+    return min(limits, default=None)
+
+
+def _read_quota(folder: Path) -> float | None:
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+            period = (folder / "cpu.cfs_period_us").read_text().strip()
+    except (OSError, ValueError):
+        return None
+    return None if quota in ("max", "-1") else int(quota) / int(period)
+
+
+def _load_gomp() -> Any:
+    """`GOMP_parallel` of torch's libgomp, or None."""
+    if not sys.platform.startswith("linux"):
+        return None
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
+        try:
+            function = ctypes.CDLL(str(path)).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        function.restype = None
+        return function
+    return None
+
+
+_gomp_parallel = _load_gomp()
+
+
+class _Team:
+    """How many threads a parallel launch uses."""
+
+    def __init__(self) -> None:
+        self.num_threads = available_threads() if _gomp_parallel is not None else 1
+
+
+_team = _Team()
+
+
+def num_threads() -> int:
+    """Threads of a parallel launch."""
+    return _team.num_threads
+
+
+def set_num_threads(count: int) -> None:
+    """Set the threads of parallel launches, and of torch's own operators, whose team they share.
+
+    Raises:
+        ValueError: `count` is below 1.
+    """
+    if count < 1:
+        raise ValueError(f"{count} threads: at least 1 is needed")
+    _team.num_threads = count if _gomp_parallel is not None else 1
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
+
+
+# Compilation -------------------------------------------------------------------------------------
+
+
+class Kernel:
+    """A function `body(frame: int64) -> None`, compiled (or loaded from the cache) when first needed."""
+
+    def __init__(self, body: Callable[[int], None]) -> None:
+        self.name = f"{body.__module__.removeprefix('chatd_kernels.')}.{body.__name__}"
+        self._body = body
+        self._lock = threading.Lock()
+        self._address = 0
+        self._call: Any = None
+        self._keep: Any = None
+        self.was_cached = False
+
+    def prepare(self) -> None:
+        """Compile the kernel, or load it from the cache."""
+        with self._lock:
+            if self._call is not None:
+                return
+            before = numba.config.CACHE_DIR
+            folder = cache_folder()
+            numba.config.CACHE_DIR = "" if folder is None else str(folder)
+            try:
+                compiled = cfunc(types.void(types.int64), cache=folder is not None, error_model="numpy")(self._body)
+            finally:
+                numba.config.CACHE_DIR = before
+            self._keep = compiled
+            self.was_cached = compiled.cache_hits > 0
+            self._address = compiled.address
+            self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(compiled.address)
+
+    def launch(self, parallel: bool, *arguments: int, num_threads: int | None = None) -> int:
+        """Run the kernel on int64 arguments, on all threads of the team (or `num_threads`) or on this one.
+
+        Returns what the kernel left in the frame's second counter.
+
+        The caller keeps what the addresses point to alive, and gives another thread no part of it meanwhile.
+        """
+        if self._call is None:
+            self.prepare()
+        frame = array.array("q", (0, 0, *arguments))
+        address = frame.buffer_info()[0]
+        threads = num_threads or _team.num_threads
+        if parallel and threads > 1:
+            _gomp_parallel(self._address, address, threads, 0)
+        else:
+            self._call(address)
+        return frame[1]
+
+
+_kernels: list[Kernel] = []
+
+
+def kernel(body: Callable[[int], None]) -> Kernel:
+    """Make a `Kernel` of a function and list it for `warm_up`."""
+    made = Kernel(body)
+    _kernels.append(made)
+    return made
+
+
+def float_bits(value: float) -> int:
+    """A float as the int64 of its float64 bits, to go into a frame (`load_f64` reads it back)."""
+    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return bits
+
+
+def warm_up(progress: Callable[[str, int, int], None] | None = None) -> int:
+    """Compile, or load from the cache, every kernel imported so far, and return how many had to be compiled.
+
+    Args:
+        progress: called with (name, done, total) before each kernel.
+    """
+    compiled = 0
+    for index, entry in enumerate(_kernels):
+        if progress is not None:
+            progress(entry.name, index, len(_kernels))
+        entry.prepare()
+        compiled += not entry.was_cached
+    return compiled
+
+
+def cache_folder() -> Path | None:
+    """The folder of compiled kernels for this source and these compilers, made if needed; None if it cannot be."""
+    global _cache_folder
+    if not isinstance(_cache_folder, str):
+        return _cache_folder
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    if sys.platform == "darwin":
+        base = "~/Library/Caches"
+    folder = Path(base).expanduser() / "chatd" / "kernels" / _source_digest()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    _cache_folder = folder if writable else None
+    return _cache_folder
+
+
+_cache_folder: Path | None | str = "not looked up"
+
+
+def _source_digest() -> str:
+    """A name that changes with any source file of the package: numba looks only at the file of the kernel itself."""
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {sys.version}".encode())
+    package = Path(__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
