@@ -1,0 +1,225 @@
+"""The async client of chatd.v1: sessions that survive a lost connection. Websockets and msgspec only.
+
+```python
+async with Client.connect("http://127.0.0.1:8790", key=key) as client:
+    session = await client.create_session(system="Be brief.")
+    async for text in session.stream("What is a KV cache?"):
+        print(text, end="", flush=True)
+```
+
+One task reads the socket and hands each event to whoever asked for it; when the connection is lost it comes back with
+`after_seq` and `boot`, so that an answer goes on where it stopped, without a gap or a duplicate. Commands that were
+not answered yet are sent again under the same id, which the daemon answers once. Errors are the classes of
+`chatd.errors`. What the daemon knows that this version does not is ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+
+from chatd.client_link import Connection, ConnectionPhase, ConnectionState, websocket_url
+from chatd.client_pool import CellMap, Detail, PoolReader, PoolState, combined
+from chatd.client_session import Session, Turn, new_id
+from chatd.errors import ChatdError
+from chatd.protocol import (
+    AttachRole,
+    Event,
+    HistoryScope,
+    Item,
+    Message,
+    Params,
+    Ping,
+    Pong,
+    PoolSnapshot,
+    PoolSubscribe,
+    PoolUnsubscribe,
+    SessionAttach,
+    SessionAttached,
+    SessionClose,
+    SessionClosed,
+    SessionCreate,
+    SessionCreated,
+    SessionGet,
+    SessionGot,
+    SessionInfo,
+    SessionList,
+    SessionListed,
+    SessionUpdate,
+    SessionUpdated,
+)
+
+__all__ = [
+    "CellMap",
+    "Client",
+    "ConnectionPhase",
+    "ConnectionState",
+    "PoolState",
+    "Session",
+    "Turn",
+    "websocket_url",
+]
+
+
+class Client(Connection):
+    """A connection to one daemon, for any number of sessions; an async context manager.
+
+    Args:
+        url: Of the daemon, such as "http://127.0.0.1:8790".
+        key: Sent as a bearer token; None sends none.
+        wait_s: How long to go on trying at first while nothing answers or the daemon still loads. Later losses are
+            repaired for as long as the client is open.
+        on_state: Called, in the event loop, with each change of the connection.
+        on_notice: Called with events that belong to no session and no command (draining, rate limits, errors).
+        open_timeout_s: For one try, the daemon's first frame included.
+        backoff: Seconds to wait before try number n.
+
+    Raises:
+        ChatdError: On entry, if the daemon refuses or does not answer.
+    """
+
+    @classmethod
+    def connect(cls, url: str, *, key: str | None = None, **options: Any) -> Client:
+        """Return a client to enter with `async with`; arguments as for the class."""
+        return cls(url, key=key, **options)
+
+    # Commands.
+
+    async def create_session(
+        self,
+        *,
+        system: str | None = None,
+        messages: Sequence[Message] = (),
+        params: Params | None = None,
+        title: str | None = None,
+        metadata: dict[str, str] | None = None,
+    ) -> Session:
+        """Open a session and attach to it as a writer."""
+        command = SessionCreate(
+            id=new_id(),
+            system=system,
+            messages=tuple(messages),
+            params=params or Params(),
+            title=title,
+            metadata=metadata or {},
+        )
+        created, num_sends = await self._ask(command, SessionCreated)
+        if num_sends > 1:
+            # Another connection may have made it, and then this one is not attached.
+            await self.attach(created.session.id, history="none")
+        return self._sessions[created.session.id]
+
+    async def attach(self, session: str, *, role: AttachRole = "writer", history: HistoryScope = "full") -> Session:
+        """Attach to a session that exists; its messages are then in `Session.snapshot`."""
+        command = SessionAttach(id=new_id(), session=session, role=role, history=history)
+        await self._ask(command, SessionAttached, session=session)
+        return self._sessions[session]
+
+    async def follow(
+        self, session: str, *, role: AttachRole = "writer", history: HistoryScope = "full"
+    ) -> AsyncIterator[Event]:
+        """Attach and yield all of a session's events: first `SessionAttached` with its snapshot, then what happens.
+
+        After a lost connection nothing is missing; where the daemon no longer has the missed events, another
+        `SessionAttached` replaces what was shown.
+        """
+        target = self._sessions.get(session) or Session(self, session)
+        with target._listen() as queue:
+            command = SessionAttach(id=new_id(), session=session, role=role, history=history)
+            self._sessions[session] = target
+            target._role, target._history = role, history
+            try:
+                await self._ask(command, SessionAttached, session=session)
+            except ChatdError:
+                if not target._attached:
+                    self._sessions.pop(session, None)
+                raise
+            while True:
+                yield await queue.get()
+
+    async def detach(self, session: str) -> None:
+        """Receive no more of a session's events."""
+        if session in self._sessions:
+            await self._sessions[session].detach()
+
+    async def close_session(self, session: str) -> None:
+        """Release the session's KV in the daemon; its text stays."""
+        await self._ask(SessionClose(id=new_id(), session=session), SessionClosed)
+
+    async def list_sessions(
+        self, *, limit: int = 50, query: str | None = None, archived: bool = False
+    ) -> list[SessionInfo]:
+        """Return one's own sessions, last used first, at most `limit`."""
+        sessions: list[SessionInfo] = []
+        cursor: str | None = None
+        while len(sessions) < limit:
+            command = SessionList(
+                id=new_id(), cursor=cursor, limit=min(200, limit - len(sessions)), query=query, archived=archived
+            )
+            page, _ = await self._ask(command, SessionListed)
+            sessions += page.sessions
+            cursor = page.next_cursor
+            if cursor is None or not page.sessions:
+                break
+        return sessions[:limit]
+
+    async def get_session(self, session: str) -> tuple[SessionInfo, list[Item]]:
+        """Return a session and its messages without attaching to it."""
+        got, _ = await self._ask(SessionGet(id=new_id(), session=session), SessionGot)
+        return got.session, got.items
+
+    async def update_session(
+        self,
+        session: str,
+        *,
+        title: str | None = None,
+        system: str | None = None,
+        params: Params | None = None,
+        archived: bool | None = None,
+        pinned: bool | None = None,
+    ) -> SessionInfo:
+        """Change what is named."""
+        command = SessionUpdate(
+            id=new_id(), session=session, title=title, system=system, params=params, archived=archived, pinned=pinned
+        )
+        updated, _ = await self._ask(command, SessionUpdated)
+        return updated.info
+
+    async def cancel(self, session: str) -> None:
+        """End the session's answer in progress and return when it has ended; what is there is kept."""
+        # The end of the answer is what is waited for, and only those who are attached hear of it.
+        target = self._sessions.get(session) or await self.attach(session, history="none")
+        await target.cancel()
+
+    async def ping(self) -> float:
+        """Return the round trip in seconds."""
+        loop = asyncio.get_running_loop()
+        sent = loop.time()
+        await self._ask(Ping(id=new_id(), t=sent), Pong)
+        return loop.time() - sent
+
+    async def pool(self, hz: float = 1.0, detail: Detail = "summary", cells: int = 1024) -> AsyncIterator[PoolState]:
+        """Yield the pool's state `hz` times a second at most; a slow reader gets the latest, never a backlog.
+
+        Several readers share one subscription, which is the finest of what they ask for.
+        """
+        reader = PoolReader(PoolSubscribe(id=new_id(), hz=hz, detail=detail, cells=cells))
+        self._pool_readers.append(reader)
+        try:
+            await self._subscribe_pool()
+            while True:
+                yield await reader.get()
+        finally:
+            self._pool_readers.remove(reader)
+            # The wire follows the readers that are left; nobody waits for that.
+            if self._socket is not None:
+                wish = combined([other.wish for other in self._pool_readers])
+                self._spawn(wish or PoolUnsubscribe())
+
+    async def _subscribe_pool(self) -> None:
+        wish = combined([reader.wish for reader in self._pool_readers])
+        if wish is not None:
+            await self._ask(msgspec.structs.replace(wish, id=new_id()), PoolSnapshot)

@@ -1,0 +1,287 @@
+"""Sessions and turns as an app sees them, over a connection that may be lost and come back."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+from chatd.client_errors import error_from
+from chatd.client_queue import EventQueue
+from chatd.errors import ChatdError, EngineError, Unavailable
+from chatd.protocol import (
+    AttachRole,
+    Event,
+    HistoryScope,
+    Item,
+    ItemAdded,
+    OutputTextDelta,
+    Params,
+    ResponseCancel,
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseFailed,
+    ResponseIncomplete,
+    SessionAttach,
+    SessionAttached,
+    SessionDetach,
+    SessionDetached,
+    SessionInfo,
+    SessionUpdated,
+    Snapshot,
+    Timings,
+    TranscriptEvent,
+    Usage,
+    UserMessage,
+)
+
+if TYPE_CHECKING:
+    from chatd.client_link import Connection
+
+_TRANSCRIPT = TranscriptEvent.__args__
+
+
+def new_id() -> str:
+    """Return a fresh command id."""
+    return str(uuid.uuid4())
+
+
+class Session:
+    """One conversation, attached over its client's connection.
+
+    Attributes:
+        id: Of the session.
+        info: As the daemon last described it; None before the first description.
+        seq: The last event of the transcript that arrived.
+        snapshot: Of the last attachment that came with one.
+    """
+
+    def __init__(self, connection: Connection, ident: str) -> None:
+        self.id = ident
+        self.info: SessionInfo | None = None
+        self.seq = 0
+        self.snapshot: Snapshot | None = None
+        self._connection = connection
+        self._boot = ""
+        self._role: AttachRole = "writer"
+        self._history: HistoryScope = "full"
+        self._attached = False
+        self._resyncing = False
+        self._num_gaps = 0
+        self._queues: list[EventQueue] = []
+
+    def say(self, content: str, *, params: Params | None = None) -> Turn:
+        """Say something; iterate the turn for its events. It is sent when the iteration begins."""
+        return Turn(self._connection, self, content, params)
+
+    async def stream(self, content: str, *, params: Params | None = None) -> AsyncIterator[str]:
+        """Say something and yield the answer's text as it comes.
+
+        Raises:
+            ChatdError: The turn was refused or failed, or a restarted daemon has another answer than was yielded.
+        """
+        turn = self.say(content, params=params)
+        async for event in turn:
+            if isinstance(event, OutputTextDelta):
+                yield event.delta
+            elif isinstance(event, SessionAttached) and turn.text:
+                raise EngineError("the daemon restarted and lost a part of this answer", code="answer_replaced")
+
+    async def cancel(self) -> None:
+        """End the answer in progress and return when it has ended; what is there is kept."""
+        command = ResponseCancel(id=new_id(), session=self.id)
+        await self._connection._ask(command, object, session=self.id, ends_with_response=True)
+
+    async def detach(self) -> None:
+        """Receive no more of this session's events."""
+        await self._connection._ask(SessionDetach(id=new_id(), session=self.id), SessionDetached)
+        error = Unavailable("this client detached from the session", code="detached")
+        self._connection._drop_session(self.id, error)
+
+    @contextlib.contextmanager
+    def _listen(self) -> Iterator[EventQueue]:
+        queue = EventQueue()
+        self._queues.append(queue)
+        try:
+            yield queue
+        finally:
+            self._queues.remove(queue)
+
+    def _begin(self, info: SessionInfo, head_seq: int) -> None:
+        self.info = info
+        self.seq = max(self.seq, head_seq)
+        self._boot = self._connection.hello.boot
+        self._attached = True
+
+    def _resume_command(self, *, fresh: bool) -> SessionAttach:
+        return SessionAttach(
+            id=new_id(),
+            session=self.id,
+            after_seq=None if fresh else self.seq,
+            boot=None if fresh else self._boot,
+            role=self._role,
+            history=self._history,
+        )
+
+    def _attached_again(self, event: SessionAttached) -> None:
+        self._attached = True
+        self._resyncing = False
+        self._boot = self._connection.hello.boot
+        if event.snapshot is not None:
+            self.snapshot = event.snapshot
+            self.info = event.snapshot.session
+        if event.replay == "exact":
+            return
+        self.seq = event.head_seq
+        for queue in self._queues:
+            queue.put(event)
+        if event.snapshot is not None and event.snapshot.response is None:
+            self._connection._response_ended(self.id)
+
+    def _deliver(self, event: Event) -> None:
+        """Hand an event to everybody who follows, once and in order; a gap asks the daemon for what is missing."""
+        if isinstance(event, _TRANSCRIPT):
+            if self._resyncing or event.seq <= self.seq:
+                return
+            first = event.seq
+            if isinstance(event, OutputTextDelta) and event.seq_from is not None:
+                first = event.seq_from
+            if first != self.seq + 1:
+                self._num_gaps += 1
+                self._connection._resync(self, fresh=first <= self.seq or self._num_gaps > 1)
+                return
+            self.seq = event.seq
+            self._num_gaps = 0
+            if isinstance(event, SessionUpdated):
+                self.info = event.info
+        for queue in self._queues:
+            queue.put(event)
+
+    def _fail(self, error: ChatdError) -> None:
+        self._attached = False
+        for queue in self._queues:
+            queue.fail(error)
+
+
+class Turn:
+    """One user message and the answer to it; `async for` yields the session's events until the answer ends.
+
+    Attributes:
+        message: The user's message, once the daemon has it.
+        item: The finished answer.
+        usage: Tokens of the answer.
+        timings: Where its time went.
+        reason: Why it ended.
+    """
+
+    def __init__(self, connection: Connection, session: Session, content: str, params: Params | None) -> None:
+        self._connection = connection
+        self._session = session
+        self._command = UserMessage(id=new_id(), session=session.id, content=content, params=params)
+        self._parts: list[str] = []
+        self._answer_id: str | None = None
+        self.message: Item | None = None
+        self.item: Item | None = None
+        self.usage: Usage | None = None
+        self.timings: Timings | None = None
+        self.reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The answer so far."""
+        return "".join(self._parts)
+
+    async def cancel(self) -> None:
+        """End the answer; the iteration then ends too."""
+        await self._session.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        with self._session._listen() as queue:
+            added, _ = await self._connection._ask(self._command, ItemAdded, session=self._session.id)
+            self.message = added.item
+            while self.reason is None:
+                event = await queue.get()
+                if isinstance(event, SessionAttached):
+                    for repaired in self._after_snapshot(event):
+                        yield repaired
+                elif self._concerns(event, added.seq):
+                    yield event
+
+    def _concerns(self, event: Event, first_seq: int) -> bool:
+        """Note what a live event says about this turn; False for a transcript event of another."""
+        if not isinstance(event, _TRANSCRIPT):
+            return True
+        if event.seq < first_seq:
+            return False
+        match event:
+            case ResponseCreated(item=item) if self.message and item.parent in (self.message.id, None):
+                self._answer_id = self._answer_id or item.id
+            case OutputTextDelta(item_id=item_id, delta=delta) if item_id == self._answer_id:
+                self._parts.append(delta)
+            case ResponseCompleted(item=item) | ResponseIncomplete(item=item) if item.id == self._answer_id:
+                self._finish(item, event.reason, event.usage, event.timings)
+            case ResponseFailed(item_id=item_id, error=error) if self._answer_id in (item_id, None):
+                raise error_from(error)
+            case ItemAdded() | SessionUpdated():
+                pass
+            case _:
+                return False
+        return True
+
+    def _finish(self, item: Item, reason: str, usage: Usage | None, timings: Timings | None) -> None:
+        self.item, self.reason, self.usage, self.timings = item, reason, usage, timings
+
+    def _after_snapshot(self, event: SessionAttached) -> Iterator[Event]:
+        """Turn a snapshot into the events that this turn missed, or pass it on where it replaces what was said."""
+        snapshot = event.snapshot
+        if snapshot is None or self.message is None:
+            return
+        answer = next(
+            (item for item in snapshot.items if item.id == self._answer_id)
+            if self._answer_id
+            else (item for item in snapshot.items if item.role == "assistant" and item.parent == self.message.id),
+            None,
+        )
+        if answer is None:
+            if self._answer_id is None and snapshot.response is not None:
+                return
+            raise EngineError("the daemon restarted and lost this turn", code="turn_lost", hint="say it again")
+        self._answer_id = answer.id
+        text = self.text
+        if not answer.content.startswith(text):
+            yield event
+            self._parts = [answer.content]
+        elif len(answer.content) > len(text):
+            rest = answer.content[len(text) :]
+            self._parts.append(rest)
+            yield OutputTextDelta(
+                session=self._session.id,
+                seq=event.head_seq,
+                ts=snapshot.session.updated_at,
+                item_id=answer.id,
+                delta=rest,
+                n_tokens=0,
+            )
+        if answer.status == "in_progress":
+            return
+        if answer.status == "failed":
+            raise EngineError("the answer failed while the connection was lost", code="turn_lost", hint="say it again")
+        yield self._ended(event, snapshot, answer)
+
+    def _ended(self, event: SessionAttached, snapshot: Snapshot, answer: Item) -> Event:
+        usage = answer.usage or Usage.of(0, 0, 0)
+        timings = answer.timings or Timings(queue_ms=0, ttft_ms=0, prefill_tok_s=0, decode_tok_s=0, preemptions=0)
+        reason = answer.reason or ("stop" if answer.status == "completed" else "cancelled")
+        self._finish(answer, reason, usage, timings)
+        kind = ResponseCompleted if answer.status == "completed" else ResponseIncomplete
+        return kind(
+            session=self._session.id,
+            seq=event.head_seq,
+            ts=snapshot.session.updated_at,
+            response=snapshot.response or "",
+            item=answer,
+            reason=cast(Any, reason),
+            usage=usage,
+            timings=timings,
+        )
