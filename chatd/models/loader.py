@@ -1,0 +1,149 @@
+"""Builds a decoder from a model folder: fuses and packs the weights, a layer at a time, on all threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from chatd.errors import ConfigError, ModelError
+from chatd.models.attention import Attention
+from chatd.models.decoder import Decoder, DecoderLayer, DecoderWeights
+from chatd.models.layers import GatedMLP
+from chatd.models.model_config import DecoderConfig, load_decoder_config
+from chatd.models.quantization import PackedLinear, pack_linear
+from chatd.models.weights import EMBEDDING, FINAL_NORM, OUTPUT, WeightReader, layer_prefix
+
+Progress = Callable[[str, float], None]
+
+# The kernels work on vectors of 16 numbers.
+_VECTOR = 16
+
+
+def load_decoder(
+    folder: Path,
+    *,
+    quantization: str = "fp16",
+    max_num_batched_tokens: int = 512,
+    max_model_len: int | None = None,
+    device: torch.device | str = "cpu",
+    num_threads: int = 1,
+    progress: Progress | None = None,
+) -> Decoder:
+    """Load a model; no KV cache is bound yet.
+
+    Args:
+        folder: A checked model folder (`registry.resolve`).
+        quantization: Format of the linear layers' weights: "fp16", "int8" or "fp32".
+        max_num_batched_tokens: Most rows of a step.
+        max_model_len: Most tokens of a context; the model's own limit where None.
+        device: Where it runs.
+        num_threads: That pack weights.
+        progress: Called with ("loading weights", 0 to 1).
+
+    Raises:
+        ModelError: The folder's tensors do not fit its configuration, or the kernels cannot run its sizes.
+        ConfigError: `max_model_len` beyond the model's context.
+    """
+    report = progress or (lambda _phase, _fraction: None)
+    config = load_decoder_config(folder)
+    _check_sizes(config)
+    context = config.max_context if max_model_len is None else max_model_len
+    if context > config.max_context:
+        raise ConfigError(
+            f"max_model_len is {context}, the model's context has {config.max_context} tokens",
+            param="model.max_model_len",
+            hint=f"--max-model-len {config.max_context} or less",
+        )
+    device = torch.device(device)
+    with WeightReader(folder, config) as reader:
+        weights = _Packer(reader, config, quantization, device).pack(num_threads, report)
+    return Decoder(
+        config,
+        weights,
+        device=device,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=context,
+    )
+
+
+def _check_sizes(config: DecoderConfig) -> None:
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "head_dim": config.head_dim,
+    }
+    for name, size in sizes.items():
+        if size % _VECTOR:
+            raise ModelError(f"{name} is {size}; the kernels need a multiple of {_VECTOR}", code="model_unsupported")
+
+
+class _Packer:
+    """Turns stored tensors into the decoder's weights."""
+
+    def __init__(self, reader: WeightReader, config: DecoderConfig, quantization: str, device: torch.device) -> None:
+        self._reader = reader
+        self._config = config
+        self._quantization = quantization
+        self._device = device
+
+    def pack(self, num_threads: int, report: Progress) -> DecoderWeights:
+        """Pack all layers and the output, on `num_threads` threads: packing is single-threaded and leaves the GIL."""
+        config = self._config
+        total = config.num_layers + 1
+        report("loading weights", 0.0)
+        with ThreadPoolExecutor(num_threads) as pool:
+            # The output is the largest piece, so it goes first.
+            output = pool.submit(self._linear, EMBEDDING if config.tie_word_embeddings else OUTPUT)
+            pending = [pool.submit(self._layer, index) for index in range(config.num_layers)]
+            layers = []
+            for index, future in enumerate(pending):
+                layers.append(future.result())
+                report("loading weights", (index + 1) / total)
+            packed_output = output.result()
+        report("loading weights", 1.0)
+        return DecoderWeights(
+            embedding=self._reader.read(EMBEDDING).to(self._device),
+            layers=layers,
+            final_norm=self._vector(FINAL_NORM),
+            output=packed_output,
+        )
+
+    def _layer(self, index: int) -> DecoderLayer:
+        config, prefix = self._config, layer_prefix(index)
+        attention = f"{prefix}self_attn."
+        mlp = f"{prefix}mlp."
+        return DecoderLayer(
+            input_norm=self._vector(f"{prefix}input_layernorm.weight"),
+            attention=Attention(
+                layer=index,
+                qkv=self._fused(
+                    [f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj"], has_bias=config.qkv_bias
+                ),
+                output=self._fused([f"{attention}o_proj"], has_bias=config.o_bias),
+                scale=config.head_dim**-0.5,
+                window=config.sliding_windows[index],
+                q_norm=self._vector(f"{attention}q_norm.weight") if config.qk_norm else None,
+                k_norm=self._vector(f"{attention}k_norm.weight") if config.qk_norm else None,
+                eps=config.rms_norm_eps,
+            ),
+            post_attention_norm=self._vector(f"{prefix}post_attention_layernorm.weight"),
+            mlp=GatedMLP(
+                gate_up=self._fused([f"{mlp}gate_proj", f"{mlp}up_proj"], has_bias=config.mlp_bias),
+                down=self._fused([f"{mlp}down_proj"], has_bias=config.mlp_bias),
+            ),
+        )
+
+    def _linear(self, name: str) -> PackedLinear:
+        return pack_linear(self._reader.read(name), None, self._quantization)
+
+    def _fused(self, names: list[str], *, has_bias: bool) -> PackedLinear:
+        """Pack projections of the same input as one, their rows in the order of the names."""
+        weight = torch.cat([self._reader.read(f"{name}.weight") for name in names])
+        bias = torch.cat([self._reader.read(f"{name}.bias") for name in names]) if has_bias else None
+        return pack_linear(weight, bias, self._quantization)
+
+    def _vector(self, name: str) -> torch.Tensor:
+        return self._reader.read(name).to(self._device, torch.float32, copy=True)
