@@ -1,0 +1,253 @@
+"""A conversation as a tree of messages with exact token ids. Knows no engine, no connection and no template.
+
+Token ids are the truth, text is their decoding. Ids belong to answers: an answer holds the ids that were put before it
+since the answer before (`prompt_ids`: closing of the last answer, messages, generation prompt) and its own (`ids`). So
+the log of a path is the ids of its answers laid end to end, and it is what the engine's lease holds (I25). A message
+that no answer followed yet is text only; its ids come into being with the prompt of the next answer, since a template
+renders it in its place.
+
+All changes go through the methods here, and nodes are never changed once their answer has ended, so paths can be shared
+between conversations.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from chatd.engine.sampling import SamplingParams
+from chatd.protocol import Item, ItemStatus, Message, Role, Timings, Usage
+from chatd.sessions.events import Subscriber
+
+__all__ = ["Conversation", "Node", "Owner", "Subscriber"]
+
+ID_TYPE = "I"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """To whom a session belongs; both names come from the key, never from a request."""
+
+    tenant: str
+    user: str
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One message of the tree.
+
+    Attributes:
+        id: Stable.
+        role: Who wrote it.
+        parent: The message before it.
+        depth: Messages on the path up to and including this one.
+        status: Whether more can come.
+        reason: Of a finished answer, why it ended.
+        usage: Of a finished answer.
+        timings: Of a finished answer.
+        sampling: Of an answer: its parameters, the seed included.
+        stop_strings: Of an answer, likewise.
+        prompt_ids: Of an answer: ids between the answer before and this one.
+        ids: Of an answer: its tokens, up to the one that ended it.
+        is_answer: It was computed here, so it has ids.
+    """
+
+    id: str
+    role: Role
+    parent: Node | None
+    depth: int
+    status: ItemStatus = "completed"
+    reason: str | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+    sampling: SamplingParams | None = None
+    stop_strings: tuple[str, ...] = ()
+    prompt_ids: array[int] = field(default_factory=lambda: array(ID_TYPE))
+    ids: array[int] = field(default_factory=lambda: array(ID_TYPE))
+    is_answer: bool = False
+    num_tokens_before: int = 0
+    _parts: list[str] = field(default_factory=list)
+
+    @property
+    def content(self) -> str:
+        """The text; of an answer in progress, what has been sent of it."""
+        parts = self._parts
+        if len(parts) > 1:
+            parts[:] = ["".join(parts)]
+        return parts[0] if parts else ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the log up to the end of this message."""
+        return self.num_tokens_before + len(self.prompt_ids) + len(self.ids)
+
+    def append_text(self, text: str) -> None:
+        """Add to the text of an answer in progress."""
+        self._parts.append(text)
+
+    def to_item(self) -> Item:
+        """Return the message as clients see it."""
+        return Item(
+            id=self.id,
+            role=self.role,
+            content=self.content,
+            status=self.status,
+            parent=None if self.parent is None else self.parent.id,
+            reason=self.reason,
+            usage=self.usage,
+            timings=self.timings,
+        )
+
+    def to_message(self) -> Message:
+        """Return the message as a template sees it."""
+        return Message(role=self.role, content=self.content)
+
+
+class Conversation:
+    """A tree of messages and a head.
+
+    Args:
+        system: The system prompt, before all messages.
+        head: Start with the path up to this node, which another conversation may hold too.
+    """
+
+    def __init__(self, system: str | None = None, head: Node | None = None) -> None:
+        self.system = system
+        self.head = head
+        self._nodes: dict[str, Node] = {node.id: node for node in path_to(head)}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes.values())
+
+    def get(self, item_id: str) -> Node | None:
+        """Return the message with this id."""
+        return self._nodes.get(item_id)
+
+    def path(self) -> list[Node]:
+        """Return the messages from the first to the head."""
+        return path_to(self.head)
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the log of the path to the head."""
+        return 0 if self.head is None else self.head.num_tokens
+
+    def log(self) -> array[int]:
+        """Return all ids of the path to the head."""
+        return log_of(self.head)
+
+    def add_message(self, node_id: str, role: Role, content: str, parent: Node | None) -> Node:
+        """Add a message after `parent` and make it the head."""
+        node = Node(
+            node_id,
+            role,
+            parent,
+            depth=1 if parent is None else parent.depth + 1,
+            num_tokens_before=0 if parent is None else parent.num_tokens,
+        )
+        if content:
+            node.append_text(content)
+        self._nodes[node_id] = node
+        self.head = node
+        return node
+
+    def begin_answer(
+        self,
+        node_id: str,
+        prompt_ids: Iterable[int],
+        sampling: SamplingParams,
+        stop_strings: tuple[str, ...],
+    ) -> Node:
+        """Add an empty answer after the head and make it the head."""
+        node = self.add_message(node_id, "assistant", "", self.head)
+        node.status = "in_progress"
+        node.is_answer = True
+        node.prompt_ids = array(ID_TYPE, prompt_ids)
+        node.sampling = sampling
+        node.stop_strings = stop_strings
+        return node
+
+    def end_answer(self, answer: Node, *, status: ItemStatus, reason: str, usage: Usage, timings: Timings) -> None:
+        """Commit an answer; it never changes again."""
+        assert answer.status == "in_progress", f"answer {answer.id} ends twice"
+        answer.status = status
+        answer.reason = reason
+        answer.usage = usage
+        answer.timings = timings
+
+    def remove_from(self, node: Node, previous_head: Node | None) -> None:
+        """Take a failed turn out again, from `node` to the head, and go back to the head before it."""
+        removed = self.head
+        while removed is not None:
+            del self._nodes[removed.id]
+            if removed is node:
+                break
+            removed = removed.parent
+        assert removed is node, f"{node.id} is not on the path to the head"
+        self.head = previous_head
+
+
+def path_to(node: Node | None) -> list[Node]:
+    """Return the messages from the first to this one."""
+    nodes = []
+    while node is not None:
+        nodes.append(node)
+        node = node.parent
+    nodes.reverse()
+    return nodes
+
+
+def last_answer(node: Node | None) -> Node | None:
+    """Return the nearest message at or before this one whose ids are known."""
+    while node is not None and not node.is_answer:
+        node = node.parent
+    return node
+
+
+def pending_after(answer: Node | None, node: Node | None) -> list[Node]:
+    """Return the messages after `answer` up to `node`, which have no ids yet."""
+    nodes = []
+    while node is not answer:
+        assert node is not None, "the answer is not on the path"
+        nodes.append(node)
+        node = node.parent
+    nodes.reverse()
+    return nodes
+
+
+def log_of(node: Node | None) -> array[int]:
+    """Return all ids of the path to a message."""
+    ids: array[int] = array(ID_TYPE)
+    for part in path_to(node):
+        ids.extend(part.prompt_ids)
+        ids.extend(part.ids)
+    return ids
+
+
+def log_between(node: Node | None, start: int) -> list[int]:
+    """Return the ids of the path to a message from position `start` on, at the cost of these alone."""
+    parts: list[Sequence[int]] = []
+    while node is not None and node.num_tokens > start:
+        for ids, begin in (
+            (node.ids, node.num_tokens_before + len(node.prompt_ids)),
+            (node.prompt_ids, node.num_tokens_before),
+        ):
+            if begin + len(ids) > start:
+                parts.append(ids[max(0, start - begin) :])
+        node = node.parent
+    return [token_id for part in reversed(parts) for token_id in part]
+
+
+def common_length(a: Node | None, b: Node | None) -> int:
+    """Return how many ids the logs of two paths of one tree share by having the same messages."""
+    while a is not b:
+        if b is None or (a is not None and a.depth >= b.depth):
+            assert a is not None
+            a = a.parent
+        else:
+            b = b.parent
+    return 0 if a is None else a.num_tokens

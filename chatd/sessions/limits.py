@@ -1,0 +1,34 @@
+"""The bounds of sessions. Knows numbers only; `chatd.config` says where they come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLimits:
+    """How much one user, one session and one daemon may keep.
+
+    Attributes:
+        max_sessions_per_user: Open sessions of one user.
+        max_closed_sessions_per_user: Closed ones whose text is kept; the oldest go first.
+        max_content_bytes: Largest message.
+        max_history_bytes: All messages that one request or one new session brings along.
+        max_turns_per_user: Answers in progress, waiting ones included.
+        replay_events: Events that a session keeps for clients that reconnect.
+        replay_bytes: Bytes of those events.
+        replay_ttl_s: How long they are kept.
+        max_known_messages: Messages by which stateless requests find their history, all users together.
+        max_stateless_sessions: Sessions that stateless requests leave behind, all users together.
+    """
+
+    max_sessions_per_user: int = 1024
+    max_closed_sessions_per_user: int = 1024
+    max_content_bytes: int = 2**20
+    max_history_bytes: int = 4 * 2**20
+    max_turns_per_user: int = 64
+    replay_events: int = 8192
+    replay_bytes: int = 2**20
+    replay_ttl_s: float = 300.0
+    max_known_messages: int = 65536
+    max_stateless_sessions: int = 1024

@@ -1,0 +1,759 @@
+"""All conversations of a daemon: who owns them, what the doors may do with them, and what the engine says of them.
+
+Everything here runs on the event loop and nothing blocks it; templates and tokenizers run in threads. The order for a
+connection that attaches:
+
+```
+attached = manager.attach(session, subscriber, command)     held: nothing is delivered yet
+send(attached)
+manager.start(session, subscriber)                          what it missed, then everything as it happens
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from chatd.engine.client import EngineDied, EngineEvent
+from chatd.engine.messages import (
+    Done,
+    EngineStats,
+    LeaseId,
+    LeaseLost,
+    LeaseTier,
+    PoolFrame,
+    Preempted,
+    Prefill,
+    Ready,
+    RequestClass,
+    Retain,
+    Started,
+    StartFailed,
+    Tier,
+    TokenDelta,
+    Tokens,
+    Waiting,
+    WatchPool,
+)
+from chatd.engine.plan import RequestId
+from chatd.errors import Conflict, EngineError, InvalidRequest, NotFound, PermissionDenied, RateLimited
+from chatd.protocol import (
+    Item,
+    Message,
+    Params,
+    ResponsePreempted,
+    ResponsePrefill,
+    ResponseQueued,
+    ResponseResumed,
+    SessionAttach,
+    SessionAttached,
+    SessionClosed,
+    SessionCreate,
+    SessionCreated,
+    SessionInfo,
+    SessionList,
+    SessionListed,
+    SessionTier,
+    SessionUpdate,
+    UserMessage,
+)
+from chatd.sessions.conversation import Conversation, Node, Owner, Subscriber
+from chatd.sessions.events import EventRing
+from chatd.sessions.limits import SessionLimits
+from chatd.sessions.model_profile import ModelProfile, draw_seed
+from chatd.sessions.session import Lease, Session, title_of
+from chatd.sessions.stateless import Completion, CompletionDelta, CompletionRequest, StatelessDoor, check_messages
+from chatd.sessions.stats import SessionStats, TurnObserver
+from chatd.sessions.tokenizer import check_size
+from chatd.sessions.turn import Turn
+from chatd.sessions.turns import ChatEncoder, EngineGateway, TurnRunner, Vocabulary, check_free, merge_tokens
+
+__all__ = [
+    "Completion",
+    "CompletionDelta",
+    "CompletionRequest",
+    "LeaseHolder",
+    "ModelProfile",
+    "Owner",
+    "Session",
+    "SessionLimits",
+    "SessionManager",
+    "Subscriber",
+    "TurnObserver",
+]
+
+_log = logging.getLogger(__name__)
+
+SWEEP_INTERVAL_S = 30.0
+
+
+class LeaseHolder(NamedTuple):
+    """To which session a row of the pool belongs; `hidden` ones were made by stateless requests."""
+
+    owner: Owner
+    session_id: str
+    title: str
+    hidden: bool
+
+
+class LeaseSessions(Mapping[LeaseId, LeaseHolder]):
+    """A live view of who holds which lease."""
+
+    def __init__(self, sessions: Mapping[LeaseId, Session]) -> None:
+        self._sessions = sessions
+
+    def __getitem__(self, lease: LeaseId) -> LeaseHolder:
+        session = self._sessions[lease]
+        return LeaseHolder(session.owner, session.id, session.title, session.hidden)
+
+    def __iter__(self) -> Iterator[LeaseId]:
+        return iter(self._sessions)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+
+PoolListener = Callable[[PoolFrame, LeaseSessions], None]
+
+
+class SessionManager:
+    """All conversations of a daemon.
+
+    Args:
+        engine: `engine.client.EngineClient`.
+        encoder: `sessions.prompt_encoder.PromptEncoder`.
+        model: Limits and defaults; `self.model` is what holds once the engine is ready.
+        limits: Bounds.
+        vocabulary: `sessions.tokenizer.ChatTokenizer`.
+        boot: Names this start of the daemon; a client that saw another one is given a snapshot.
+        clock: Gives Unix seconds.
+        monotonic: Gives seconds for timings.
+        new_id: Makes ids with a prefix.
+        draw: Makes seeds.
+    """
+
+    def __init__(
+        self,
+        engine: EngineGateway,
+        encoder: ChatEncoder,
+        model: ModelProfile,
+        limits: SessionLimits,
+        *,
+        vocabulary: Vocabulary,
+        boot: str,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        new_id: Callable[[str], str] | None = None,
+        draw: Callable[[], int] = draw_seed,
+    ) -> None:
+        self.boot = boot
+        self.limits = limits
+        self.stats = SessionStats()
+        self.engine_stats: EngineStats | None = None
+        """The engine's own counters, as it last told them."""
+        self.start_failed: StartFailed | None = None
+        self._engine = engine
+        self._clock = clock
+        self._new_id = new_id or _random_id
+        self._runner = TurnRunner(
+            engine,
+            encoder,
+            vocabulary,
+            model,
+            limits,
+            self.stats,
+            new_id=self._new_id,
+            monotonic=monotonic,
+            on_ended=self._on_turn_ended,
+            draw=draw,
+        )
+        self._door = StatelessDoor(
+            self._runner,
+            limits,
+            self.stats,
+            new_session=lambda owner, conversation: self._new_session(owner, conversation, hidden=True),
+            drop_session=self._drop_session,
+        )
+        self._sessions: dict[str, Session] = {}
+        self._by_owner: dict[Owner, dict[str, Session]] = {}
+        self._by_lease: dict[LeaseId, Session] = {}
+        self._last_lease = 0
+        self._pool_listeners: list[PoolListener] = []
+        self.lease_sessions = LeaseSessions(self._by_lease)
+        if engine.ready is not None:
+            self._runner.on_ready(engine.ready)
+
+    @property
+    def model(self) -> ModelProfile:
+        """Limits and defaults of the served model."""
+        return self._runner.model
+
+    @property
+    def is_ready(self) -> bool:
+        """True while an engine serves."""
+        return self._runner.is_ready
+
+    @property
+    def num_in_flight(self) -> int:
+        """Answers in progress, waiting ones included."""
+        return self._runner.num_in_flight
+
+    def add_observer(self, observer: TurnObserver) -> None:
+        """Tell `observer` of every turn from now on."""
+        self._runner.observers.append(observer)
+
+    # The engine.
+
+    async def run(self) -> None:
+        """Take in what the engine says until cancelled, or until the engine is closed."""
+        sweeper = asyncio.create_task(self._sweep_forever(), name="session sweeper")
+        try:
+            async for batch in self._engine.batches():
+                self.on_engine_messages(batch)
+        finally:
+            sweeper.cancel()
+            await asyncio.gather(sweeper, return_exceptions=True)
+
+    def on_engine_messages(self, batch: list[EngineEvent]) -> None:
+        """Take in what one read brought; several steps' tokens of a request become one delta."""
+        merged: dict[RequestId, TokenDelta] = {}
+        for message in batch:
+            if type(message) is Tokens:
+                for delta in message.deltas:
+                    known = merged.get(delta.request)
+                    merged[delta.request] = delta if known is None else merge_tokens(known, delta)
+                continue
+            if merged:
+                self._take_tokens(merged, message)
+            try:
+                self._take(message)
+            except Exception:
+                _log.exception("a message of the engine could not be handled: %s", type(message).__name__)
+                self._fail_after_exception(getattr(message, "request", None))
+        for delta in merged.values():
+            self._take_delta(delta)
+
+    def _take_tokens(self, merged: dict[RequestId, TokenDelta], before: EngineEvent) -> None:
+        """Handle the tokens that have to come before a message."""
+        if isinstance(before, EngineDied):
+            deltas = list(merged.values())
+            merged.clear()
+        else:
+            delta = merged.pop(getattr(before, "request", RequestId(0)), None)
+            deltas = [] if delta is None else [delta]
+        for delta in deltas:
+            self._take_delta(delta)
+
+    def _take_delta(self, delta: TokenDelta) -> None:
+        try:
+            self._runner.on_tokens(delta.request, delta.ids, delta.logprobs)
+        except Exception:
+            _log.exception("tokens could not be handled")
+            self._fail_after_exception(delta.request)
+
+    def _fail_after_exception(self, request: RequestId | None) -> None:
+        """End the turn in which the front itself failed; every other one goes on."""
+        if request is None:
+            return
+        try:
+            self._runner.fail_request(request, EngineError("the answer could not be delivered", code="internal_error"))
+        except Exception:
+            _log.exception("a turn could not be ended")
+
+    def _take(self, message: EngineEvent) -> None:
+        match message:
+            case Done():
+                self._runner.on_done(message)
+            case Started():
+                self._on_started(message)
+            case Prefill():
+                self._on_prefill(message)
+            case Waiting():
+                self._on_waiting(message)
+            case Preempted():
+                self._on_preempted(message)
+            case LeaseLost():
+                self._runner.on_lease_lost(message.request)
+            case LeaseTier():
+                self._on_tier(message)
+            case PoolFrame():
+                self._on_pool(message)
+            case EngineStats():
+                self.engine_stats = message
+            case Ready():
+                self._runner.on_ready(message)
+            case EngineDied():
+                self._on_died(message)
+            case StartFailed():
+                self.start_failed = message
+            case _:
+                pass
+
+    def _on_started(self, message: Started) -> None:
+        turn = self._runner.turn_of(message.request)
+        if turn is None:
+            return
+        turn.num_cached_tokens = message.num_cached_tokens
+        session = turn.session
+        session.latest.queued = None
+        self._set_tier(session, Tier.DEVICE, "used")
+        self._tell_prefill(session, message.num_cached_tokens, message.num_prompt_tokens, message.num_cached_tokens)
+
+    def _on_prefill(self, message: Prefill) -> None:
+        turn = self._runner.turn_of(message.request)
+        if turn is not None:
+            self._tell_prefill(turn.session, message.done, message.total, turn.num_cached_tokens)
+
+    def _tell_prefill(self, session: Session, done: int, total: int, cached: int) -> None:
+        session.latest.prefill = {"done": done, "total": total, "cached": cached}
+        session.tell(ResponsePrefill(session=session.id, done=done, total=total, cached=cached))
+
+    def _on_waiting(self, message: Waiting) -> None:
+        turn = self._runner.turn_of(message.request)
+        if turn is not None:
+            turn.session.latest.queued = {"position": message.position, "why": str(message.why)}
+            turn.session.tell(ResponseQueued(session=turn.session.id, position=message.position, why=str(message.why)))
+
+    def _on_preempted(self, message: Preempted) -> None:
+        turn = self._runner.turn_of(message.request)
+        if turn is not None:
+            event = ResponseResumed if message.resumed else ResponsePreempted
+            turn.session.tell(event(session=turn.session.id))
+
+    def _on_tier(self, message: LeaseTier) -> None:
+        session = self._by_lease.get(message.lease)
+        if session is not None:
+            self._set_tier(session, message.tier, message.why)
+
+    def _set_tier(self, session: Session, tier: Tier, why: str) -> None:
+        if session.latest.tier is not tier:
+            session.latest.tier = tier
+            session.tell(SessionTier(session=session.id, tier=str(tier), why=why))
+
+    def _on_died(self, message: EngineDied) -> None:
+        self._runner.on_died(message.reason)
+        for session in list(self._by_lease.values()):
+            session.latest.blocks_held = session.latest.blocks_shared = 0
+            self._set_tier(session, Tier.TOKENS, "restart")
+
+    def _on_pool(self, frame: PoolFrame) -> None:
+        for row in frame.leases:
+            session = self._by_lease.get(row.lease)
+            if session is None:
+                continue
+            latest = session.latest
+            if (latest.blocks_held, latest.blocks_shared) != (row.num_blocks, row.num_shared):
+                latest.blocks_held, latest.blocks_shared = row.num_blocks, row.num_shared
+                if session.num_attached:
+                    session.emit_usage()
+        for listener in list(self._pool_listeners):
+            listener(frame, self.lease_sessions)
+
+    def watch_pool(self, interval_s: float, *, with_map: bool = False, with_leases: bool = False) -> None:
+        """Ask the engine for pool frames, no more often than every `interval_s`; 0 stops them."""
+        self._engine.send(WatchPool(interval_s, with_map, with_leases))
+
+    def add_pool_listener(self, listener: PoolListener) -> Callable[[], None]:
+        """Call `listener` with every pool frame; returns what removes it."""
+        self._pool_listeners.append(listener)
+        return lambda: self._pool_listeners.remove(listener) if listener in self._pool_listeners else None
+
+    # Sessions.
+
+    def resolve(self, owner: Owner, session_id: str) -> Session:
+        """Return an owner's session: the one place where a name becomes a session.
+
+        Raises:
+            NotFound: Unknown, or somebody else's; the same words for both.
+        """
+        session = self._by_owner.get(owner, {}).get(session_id)
+        if session is None:
+            raise NotFound(f"session {session_id[:64]!r} is not known", param="session")
+        return session
+
+    async def create(self, owner: Owner, command: SessionCreate) -> Session:
+        """Open a session.
+
+        Raises:
+            RateLimited: `too_many_sessions`.
+            InvalidRequest: A content is too large (`content_too_large`), or there are two system prompts.
+        """
+        messages = list(command.messages)
+        system = command.system
+        if messages:
+            check_messages(messages, self.limits)
+        if messages and messages[0].role == "system":
+            if system is not None:
+                raise InvalidRequest("system is given twice, as a field and as the first message", param="system")
+            system = messages.pop(0).content
+        if system is not None:
+            check_size((system,), self.limits.max_content_bytes)
+        self._check_params(command.params)
+        self._check_room(owner)
+        session = self._new_session(owner, Conversation(system))
+        session.params = command.params
+        session.metadata = dict(command.metadata)
+        session.title = command.title or ""
+        self._sessions[session.id] = session
+        self._by_owner.setdefault(owner, {})[session.id] = session
+        for message in messages:
+            self._add_message(session, message, session.conversation.head)
+        return session
+
+    def created(
+        self, session: Session, subscriber: Subscriber, *, re: str | None = None, role: str = "writer"
+    ) -> SessionCreated:
+        """Attach the connection that created a session; call `start` once the frame is sent.
+
+        The messages that it brought along follow as `item.added`, unless they are more than the ring holds.
+        """
+        replay = session.ring.after(0)
+        session.subscribe(subscriber, "observer" if role == "observer" else "writer", replay or [])
+        self._retain(session)
+        return SessionCreated(
+            session=session.info(), head_seq=0 if replay is not None else session.ring.head_seq, re=re
+        )
+
+    def list(self, owner: Owner, command: SessionList) -> SessionListed:
+        """Return an owner's sessions, last used first; `query` is looked for in titles and texts.
+
+        Raises:
+            InvalidRequest: The cursor is none of ours.
+        """
+        before = _parse_cursor(command.cursor)
+        query = command.query.casefold() if command.query else None
+        found: list[SessionInfo] = []
+        ordered = sorted(
+            self._by_owner.get(owner, {}).values(), key=lambda session: (session.updated_at, session.id), reverse=True
+        )
+        for session in ordered:
+            if session.archived != command.archived:
+                continue
+            if before is not None and (session.updated_at, session.id) >= before:
+                continue
+            if query is not None and not _matches(session, query):
+                continue
+            if len(found) == command.limit:
+                last = self._by_owner[owner][found[-1].id]
+                return SessionListed(sessions=found, next_cursor=f"{last.updated_at!r}~{last.id}")
+            found.append(session.info())
+        return SessionListed(sessions=found)
+
+    def info(self, session: Session) -> SessionInfo:
+        """Return a session as a list shows it."""
+        return session.info()
+
+    def items(self, session: Session) -> builtins.list[Item]:
+        """Return the messages on the path to the head, an answer in progress included."""
+        return [node.to_item() for node in session.conversation.path()]
+
+    def attach(self, session: Session, subscriber: Subscriber, command: SessionAttach) -> SessionAttached:
+        """Attach a connection, held until `start`.
+
+        What it missed is replayed exactly where the client saw this `boot` and the ring still has all events after
+        `after_seq`; otherwise the frame has a snapshot at `head_seq`, and events after that follow.
+        """
+        replay = None
+        if command.after_seq is not None and command.boot == self.boot:
+            replay = session.ring.after(command.after_seq)
+        head_seq = session.ring.head_seq
+        snapshot = session.snapshot(command.history) if replay is None else None
+        session.subscribe(subscriber, command.role, replay or [])
+        self._retain(session)
+        return SessionAttached(
+            session=session.id,
+            head_seq=head_seq,
+            replay="exact" if snapshot is None else "snapshot",
+            snapshot=snapshot,
+            re=command.id,
+        )
+
+    def start(self, session: Session, subscriber: Subscriber) -> None:
+        """Deliver what a connection missed while it was held, and from now on every event as it happens."""
+        session.start(subscriber)
+
+    def detach(self, session: Session, subscriber: Subscriber) -> None:
+        """Deliver no more of a session's events; an answer in progress goes on."""
+        if session.unsubscribe(subscriber):
+            self._retain(session)
+
+    def detach_all(self, subscriber: Subscriber) -> None:
+        """Detach a connection that is gone from everything."""
+        for session in list(self._sessions.values()):
+            self.detach(session, subscriber)
+
+    async def update(
+        self, session: Session, command: SessionUpdate, *, re: str | None = None, subscriber: Subscriber | None = None
+    ) -> None:
+        """Change what the command names and tell everybody attached, and the sender with `re`.
+
+        Raises:
+            Conflict: `system` after the first message, or while an answer is in progress.
+            InvalidRequest: A parameter is out of range, or the system prompt is too large.
+            PermissionDenied: The sender is an observer.
+        """
+        _check_writer(session, subscriber)
+        if command.system is not None:
+            check_free(session)
+            if session.conversation.head is not None:
+                raise Conflict("system cannot change after the first message", code="system_fixed")
+            check_size((command.system,), self.limits.max_content_bytes)
+        if command.params is not None:
+            self._check_params(command.params)
+            session.params = command.params
+        if command.system is not None:
+            session.conversation.system = command.system
+        if command.title is not None:
+            session.title = command.title
+        if command.archived is not None:
+            session.archived = command.archived
+        if command.pinned is not None:
+            session.pinned = command.pinned
+        session.emit_updated(re, subscriber)
+
+    async def close(self, session: Session, *, re: str | None = None, subscriber: Subscriber | None = None) -> None:
+        """Release a session's KV and keep its text; an answer in progress is cancelled first. Everybody is detached.
+
+        The sender gets `session.closed` with `re`, attached or not.
+
+        Raises:
+            PermissionDenied: The sender is an observer.
+        """
+        _check_writer(session, subscriber)
+        while session.turn is not None:
+            turn = session.turn
+            self._runner.cancel(turn)
+            await turn.ended.wait()
+        self._release(session)
+        session.closed = True
+        closed = SessionClosed(session=session.id)
+        sent = session.close_subscriptions(closed, re, subscriber)
+        if subscriber is not None and not sent:
+            subscriber.deliver(SessionClosed(session=session.id, re=re))
+        self._drop_old_closed(session.owner)
+
+    # Turns.
+
+    async def user_message(self, session: Session, command: UserMessage, subscriber: Subscriber | None = None) -> None:
+        """Add a message and, unless `respond` is false, start its answer; returns when it is on its way.
+
+        `item.added` goes to everybody attached and, with `re`, to the sender. Nothing has changed where this raises.
+
+        Raises:
+            Conflict: `session_busy`.
+            PermissionDenied: The sender is an observer.
+            Unavailable: `engine_unavailable`.
+            RateLimited: `too_many_turns`, or `too_many_sessions` where the session was closed.
+            InvalidRequest: The content is too large (`content_too_large`), a parameter is out of range, or `parent` is
+                no message of the session.
+            ContextLengthExceeded: It can never fit.
+        """
+        _check_writer(session, subscriber)
+        check_free(session)
+        check_size((command.content,), self.limits.max_content_bytes)
+        parent = session.conversation.head
+        if command.parent is not None:
+            parent = session.conversation.get(command.parent)
+            if parent is None:
+                raise InvalidRequest(f"{command.parent[:64]!r} is no message of this session", param="parent")
+        if session.closed:
+            self._check_room(session.owner)
+        message = Message(role="user", content=command.content)
+        if not command.respond:
+            if command.params is not None:
+                self._check_params(command.params)
+            node = self._add_message(session, message, parent, re=command.id, sender=subscriber)
+            self._entitle(session, node)
+            session.closed = False
+            return
+
+        def on_accepted(turn: Turn, added: list[Node] | tuple[Node, ...]) -> None:
+            session.closed = False
+            session.updated_at = self._clock()
+            for node in added:
+                session.emit_item(node, command.id, subscriber)
+                self._entitle(session, node)
+            session.emit_created(turn)
+
+        await self._runner.begin(
+            session,
+            [message],
+            parent=parent,
+            params=command.params or Params(),
+            sink=session,
+            request_class=RequestClass.INTERACTIVE,
+            on_accepted=on_accepted,  # type: ignore[arg-type]
+        )
+
+    async def cancel(self, session: Session, subscriber: Subscriber | None = None) -> None:
+        """End the answer in progress; `response.incomplete` follows, with what there is of it.
+
+        Raises:
+            Conflict: `not_responding`.
+            PermissionDenied: The sender is an observer.
+        """
+        _check_writer(session, subscriber)
+        if session.turn is None:
+            raise Conflict(f"session {session.id} has no answer in progress", code="not_responding")
+        self._runner.cancel(session.turn)
+
+    async def complete(self, owner: Owner, request: CompletionRequest) -> Completion:
+        """Answer a stateless request from the longest known part of its history.
+
+        Raises:
+            Unavailable: `engine_unavailable`.
+            RateLimited: `too_many_turns`.
+            InvalidRequest: Messages or parameters are wrong or too large.
+            ContextLengthExceeded: It can never fit.
+        """
+        return await self._door.complete(owner, request)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait until every answer in progress has ended, then cancel those that have not."""
+        turns = [session.turn for session in self._by_lease.values() if session.turn is not None]
+        waiting = [asyncio.create_task(turn.ended.wait()) for turn in turns]
+        if not waiting:
+            return
+        _, late = await asyncio.wait(waiting, timeout=timeout_s)
+        for turn in turns:
+            if not turn.ended.is_set():
+                self._runner.cancel(turn)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+
+    # What all of them need.
+
+    def _new_session(self, owner: Owner, conversation: Conversation, *, hidden: bool = False) -> Session:
+        session = Session(
+            self._new_id("ses"),
+            owner,
+            conversation,
+            Lease(self._next_lease()),
+            EventRing(
+                max_events=self.limits.replay_events,
+                max_bytes=self.limits.replay_bytes,
+                ttl_s=self.limits.replay_ttl_s,
+            ),
+            model_id=self.model.id,
+            context_max=lambda: self.model.context,
+            clock=self._clock,
+            hidden=hidden,
+        )
+        self._by_lease[session.lease.id] = session
+        return session
+
+    def _next_lease(self) -> LeaseId:
+        self._last_lease += 1
+        return LeaseId(self._last_lease)
+
+    def _add_message(
+        self,
+        session: Session,
+        message: Message,
+        parent: Node | None,
+        *,
+        re: str | None = None,
+        sender: Subscriber | None = None,
+    ) -> Node:
+        node = session.conversation.add_message(self._new_id("msg"), message.role, message.content, parent)
+        session.updated_at = self._clock()
+        session.emit_item(node, re, sender)
+        return node
+
+    def _entitle(self, session: Session, node: Node) -> None:
+        """Give a session that has no title one from its first words."""
+        if not session.title and (title := title_of(node.content)):
+            session.title = title
+            session.emit_updated()
+
+    def _check_params(self, params: Params) -> None:
+        """Refuse parameters that no prompt could use."""
+        self.model.resolve(params, 0)
+
+    def _check_room(self, owner: Owner) -> None:
+        num_open = sum(not session.closed for session in self._by_owner.get(owner, {}).values())
+        if num_open >= self.limits.max_sessions_per_user:
+            raise RateLimited(
+                f"{num_open} sessions are open, the limit is {self.limits.max_sessions_per_user}",
+                code="too_many_sessions",
+                hint="close a session that is no longer needed",
+            )
+
+    def _drop_old_closed(self, owner: Owner) -> None:
+        closed = sorted(
+            (session for session in self._by_owner.get(owner, {}).values() if session.closed and session.turn is None),
+            key=lambda session: session.updated_at,
+        )
+        for session in closed[: max(0, len(closed) - self.limits.max_closed_sessions_per_user)]:
+            self._drop_session(session)
+
+    def _release(self, session: Session) -> None:
+        old = session.lease.id
+        self._runner.release(session, self._next_lease())
+        self._by_lease.pop(old, None)
+        self._by_lease[session.lease.id] = session
+
+    def _drop_session(self, session: Session) -> None:
+        self._release(session)
+        self._by_lease.pop(session.lease.id, None)
+        if not session.hidden:
+            self._sessions.pop(session.id, None)
+            owned = self._by_owner.get(session.owner, {})
+            owned.pop(session.id, None)
+            if not owned:
+                self._by_owner.pop(session.owner, None)
+
+    def _retain(self, session: Session) -> None:
+        """Tell the engine whether anybody is attached, where it has something to value by that."""
+        lease = session.lease
+        if self._runner.is_ready and lease.epoch == self._runner.epoch and lease.node is not None:
+            self._runner.send_about(Retain(lease.id, session.num_attached > 0))
+
+    def _on_turn_ended(self, turn: Turn, committed: bool) -> None:
+        session = turn.session
+        session.updated_at = self._clock()
+        if session.hidden:
+            self._door.on_ended(turn, committed=committed)
+        elif session.num_attached:
+            self._retain(session)
+
+    def sweep(self) -> None:
+        """Drop events that are too old to be replayed."""
+        now = self._clock()
+        for session in self._sessions.values():
+            session.ring.expire(now)
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            self.sweep()
+
+
+def _random_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(12)}"
+
+
+def _check_writer(session: Session, subscriber: Subscriber | None) -> None:
+    if subscriber is not None and session.role_of(subscriber) == "observer":
+        raise PermissionDenied("this connection is attached as an observer", code="observer")
+
+
+def _matches(session: Session, query: str) -> bool:
+    return query in session.title.casefold() or any(query in node.content.casefold() for node in session.conversation)
+
+
+def _parse_cursor(cursor: str | None) -> tuple[float, str] | None:
+    if cursor is None:
+        return None
+    updated_at, _, session_id = cursor.partition("~")
+    try:
+        return float(updated_at), session_id
+    except ValueError:
+        raise InvalidRequest(f"{cursor[:64]!r} is no cursor of a list", param="cursor") from None

@@ -1,0 +1,335 @@
+"""A session: a conversation with its owner, its lease, its events and those who listen. Does not know the engine.
+
+A session is only touched on the event loop. Its transcript events are numbered here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import msgspec
+
+from chatd.engine.messages import LeaseId, Tier
+from chatd.protocol import (
+    AttachRole,
+    ClientAttached,
+    ClientLeft,
+    ErrorBody,
+    Event,
+    HistoryScope,
+    ItemAdded,
+    LatestState,
+    OutputTextDelta,
+    Params,
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseFailed,
+    ResponseIncomplete,
+    SessionClosed,
+    SessionInfo,
+    SessionUpdated,
+    SessionUsage,
+    Snapshot,
+    TranscriptEvent,
+)
+from chatd.sessions.conversation import Conversation, Node, Owner
+from chatd.sessions.events import EventRing, Subscriber, Subscription
+from chatd.sessions.turn import TextDelta, Turn, TurnEnd
+
+TAIL_ITEMS = 20
+MAX_AUTO_TITLE = 60
+
+
+@dataclass(slots=True)
+class Lease:
+    """What the front believes the engine to hold for a session.
+
+    Attributes:
+        id: Never reused.
+        epoch: Of the engine process that was told; another one knows nothing of it.
+        node: The message to whose end, or into which, the ids go.
+        num_tokens: Ids of the log that the engine has.
+        fork_of: Set until the first submission: the lease to share with, and up to which token.
+    """
+
+    id: LeaseId
+    epoch: int = 0
+    node: Node | None = None
+    num_tokens: int = 0
+    fork_of: tuple[LeaseId, int] | None = None
+
+
+@dataclass(slots=True)
+class Latest:
+    """The last values of what has no `seq`."""
+
+    queued: dict[str, object] | None = None
+    prefill: dict[str, int] | None = None
+    tier: Tier = Tier.TOKENS
+    blocks_held: int = 0
+    blocks_shared: int = 0
+
+
+class Session:
+    """One conversation of one owner.
+
+    Args:
+        session_id: Stable.
+        owner: Whose.
+        conversation: May have messages already.
+        lease: Its own.
+        ring: Empty.
+        model_id: For clients.
+        context_max: Gives the tokens of a context.
+        clock: Gives Unix seconds.
+        hidden: It was made for a stateless request, and no list shows it.
+    """
+
+    def __init__(
+        self,
+        session_id: str,
+        owner: Owner,
+        conversation: Conversation,
+        lease: Lease,
+        ring: EventRing,
+        *,
+        model_id: str,
+        context_max: Callable[[], int],
+        clock: Callable[[], float],
+        hidden: bool = False,
+    ) -> None:
+        self.id = session_id
+        self.owner = owner
+        self.conversation = conversation
+        self.lease = lease
+        self.ring = ring
+        self.hidden = hidden
+        self.title = ""
+        self.params = Params()
+        self.metadata: dict[str, str] = {}
+        self.created_at = self.updated_at = clock()
+        self.date = datetime.fromtimestamp(self.created_at, UTC).date()
+        """What a template that writes the date writes, for as long as the session lives."""
+        self.archived = False
+        self.pinned = False
+        self.closed = False
+        self.turn: Turn | None = None
+        self.latest = Latest()
+        self._subscriptions: dict[str, Subscription] = {}
+        self._model_id = model_id
+        self._context_max = context_max
+        self._clock = clock
+
+    # What clients see.
+
+    def info(self) -> SessionInfo:
+        """Return the session as a list shows it."""
+        return SessionInfo(
+            id=self.id,
+            title=self.title,
+            model=self._model_id,
+            created_at=self.created_at,
+            updated_at=self.updated_at,
+            num_items=0 if self.conversation.head is None else self.conversation.head.depth,
+            context_used=self.context_used,
+            context_max=self._context_max(),
+            busy=self.turn is not None,
+            tier=str(self.latest.tier),
+            archived=self.archived,
+            pinned=self.pinned,
+            system=self.conversation.system,
+            params=self.params,
+            metadata=self.metadata,
+        )
+
+    @property
+    def context_used(self) -> int:
+        """Tokens of the log, those of an answer in progress included."""
+        used = self.conversation.num_tokens
+        turn = self.turn
+        if turn is not None and turn.text is not None and turn.answer is self.conversation.head:
+            used += len(turn.text.ids)
+        return used
+
+    def snapshot(self, history: HistoryScope) -> Snapshot:
+        """Return the session at `ring.head_seq`; an answer in progress is always in it."""
+        path = self.conversation.path()
+        if history == "tail":
+            path = path[-TAIL_ITEMS:]
+        elif history == "none":
+            path = path[-1:] if path and path[-1].status == "in_progress" else []
+        in_progress = self.turn is not None and self.turn.answer is not None
+        return Snapshot(
+            session=self.info(),
+            items=[node.to_item() for node in path],
+            response=self.turn.response if self.turn is not None and in_progress else None,
+            state=LatestState(
+                queued=self.latest.queued,
+                prefill=self.latest.prefill,
+                usage={
+                    "context_used": self.context_used,
+                    "context_max": self._context_max(),
+                    "blocks_held": self.latest.blocks_held,
+                    "blocks_shared": self.latest.blocks_shared,
+                },
+                tier=str(self.latest.tier),
+            ),
+        )
+
+    # Who listens.
+
+    @property
+    def num_attached(self) -> int:
+        """Connections that are attached."""
+        return len(self._subscriptions)
+
+    def role_of(self, subscriber: Subscriber) -> AttachRole | None:
+        """Return the role of a connection, None where it is not attached."""
+        subscription = self._subscriptions.get(subscriber.connection_id)
+        return None if subscription is None else subscription.role
+
+    def subscribe(self, subscriber: Subscriber, role: AttachRole, replay: list[TranscriptEvent]) -> None:
+        """Attach a connection, held until `start`; the others are told. One that is attached already starts anew."""
+        known = self._subscriptions.pop(subscriber.connection_id, None)
+        if known is None or known.role != role:
+            self.tell(ClientAttached(session=self.id, connection=subscriber.connection_id, role=role))
+        self._subscriptions[subscriber.connection_id] = Subscription(subscriber, role, replay)
+
+    def start(self, subscriber: Subscriber) -> None:
+        """Let a held connection have its events."""
+        subscription = self._subscriptions.get(subscriber.connection_id)
+        if subscription is not None:
+            subscription.start()
+
+    def unsubscribe(self, subscriber: Subscriber) -> bool:
+        """Detach a connection; return whether it was attached."""
+        if self._subscriptions.pop(subscriber.connection_id, None) is None:
+            return False
+        self.tell(ClientLeft(session=self.id, connection=subscriber.connection_id))
+        return True
+
+    def close_subscriptions(self, closed: SessionClosed, re: str | None, sender: Subscriber | None) -> bool:
+        """Tell everybody of the close and detach them; return whether `sender` was among them."""
+        subscriptions = list(self._subscriptions.values())
+        self._subscriptions.clear()
+        for subscription in subscriptions:
+            is_sender = subscription.subscriber is sender
+            subscription.deliver(msgspec.structs.replace(closed, re=re) if is_sender else closed)
+        return any(subscription.subscriber is sender for subscription in subscriptions)
+
+    # Events.
+
+    def tell(self, event: Event) -> None:
+        """Send an event of which only the latest value matters."""
+        for subscription in self._subscriptions.values():
+            subscription.deliver(event)
+
+    def _emit(self, event: TranscriptEvent, re: str | None = None, sender: Subscriber | None = None) -> None:
+        """Number, keep and send an event; the sender's copy says to which command it belongs."""
+        self.ring.append(event)
+        for subscription in self._subscriptions.values():
+            if re is not None and sender is not None and subscription.subscriber is sender:
+                subscription.deliver(msgspec.structs.replace(event, re=re))
+            else:
+                subscription.deliver(event)
+        if re is not None and sender is not None and sender.connection_id not in self._subscriptions:
+            sender.deliver(msgspec.structs.replace(event, re=re))
+
+    def emit_item(self, node: Node, re: str | None = None, sender: Subscriber | None = None) -> None:
+        """Tell that a message joined the conversation."""
+        self._emit(
+            ItemAdded(session=self.id, seq=self.ring.head_seq + 1, ts=self._clock(), item=node.to_item()), re, sender
+        )
+
+    def emit_updated(self, re: str | None = None, sender: Subscriber | None = None) -> None:
+        """Tell that the session itself changed."""
+        self._emit(
+            SessionUpdated(session=self.id, seq=self.ring.head_seq + 1, ts=self._clock(), info=self.info()), re, sender
+        )
+
+    def emit_created(self, turn: Turn) -> None:
+        """Tell that an answer began."""
+        assert turn.answer is not None, "an answer without its message"
+        self._emit(
+            ResponseCreated(
+                session=self.id,
+                seq=self.ring.head_seq + 1,
+                ts=self._clock(),
+                response=turn.response,
+                item=turn.answer.to_item(),
+            )
+        )
+
+    def emit_usage(self) -> None:
+        """Tell what the session uses of its context and of the pool."""
+        self.tell(
+            SessionUsage(
+                session=self.id,
+                context_used=self.context_used,
+                context_max=self._context_max(),
+                blocks_held=self.latest.blocks_held,
+                blocks_shared=self.latest.blocks_shared,
+            )
+        )
+
+    # `TurnSink`: the answers of a native session are its transcript.
+
+    def on_delta(self, turn: Turn, delta: TextDelta) -> None:
+        """Tell of more of an answer."""
+        assert turn.answer is not None, "an answer without its message"
+        event = OutputTextDelta(
+            session=self.id,
+            seq=self.ring.head_seq + 1,
+            ts=self._clock(),
+            item_id=turn.answer.id,
+            delta=delta.text,
+            n_tokens=delta.num_tokens,
+            logprobs=delta.logprobs,
+        )
+        self.ring.append(event)
+        for subscription in self._subscriptions.values():
+            subscription.deliver(event)
+
+    def on_end(self, turn: Turn, end: TurnEnd) -> None:
+        """Tell of the end of a turn."""
+        assert turn.answer is not None, "an answer without its message"
+        seq, ts = self.ring.head_seq + 1, self._clock()
+        if end.error is not None:
+            self._emit(
+                ResponseFailed(
+                    session=self.id,
+                    seq=seq,
+                    ts=ts,
+                    response=turn.response,
+                    item_id=turn.answer.id,
+                    error=ErrorBody.of(end.error),
+                )
+            )
+        else:
+            assert end.usage is not None, "an end without usage"
+            assert end.timings is not None, "an end without timings"
+            event_type = ResponseCompleted if end.completed else ResponseIncomplete
+            self._emit(
+                event_type(
+                    session=self.id,
+                    seq=seq,
+                    ts=ts,
+                    response=turn.response,
+                    item=turn.answer.to_item(),
+                    reason=end.reason,  # type: ignore[arg-type]
+                    usage=end.usage,
+                    timings=end.timings,
+                )
+            )
+        self.emit_usage()
+
+
+def title_of(content: str) -> str:
+    """Return a title made from a first message: its first words on one line, without control characters."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in content[: 4 * MAX_AUTO_TITLE]).split())
+    if len(line) <= MAX_AUTO_TITLE:
+        return line
+    cut = line[:MAX_AUTO_TITLE].rsplit(" ", 1)[0]
+    return (cut or line[:MAX_AUTO_TITLE]) + "…"

@@ -1,0 +1,535 @@
+"""Runs turns: from a message to the one end of its answer. The only part of sessions that talks to the engine of turns.
+
+A turn encodes what its messages add, submits it under the session's lease, and then only reacts to what the engine
+says. The flag that keeps a second turn out is `Session.turn`: set before the first await, cleared on every exit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from datetime import date as Date
+from typing import Protocol
+
+from chatd.engine.client import EngineEvent
+from chatd.engine.messages import (
+    Cancel,
+    Done,
+    Finish,
+    FinishReason,
+    Fork,
+    FrontMessage,
+    LeaseId,
+    Ready,
+    Release,
+    RequestClass,
+    RequestTimings,
+    Submit,
+    Tier,
+    TokenDelta,
+)
+from chatd.engine.plan import RequestId
+from chatd.errors import (
+    ChatdError,
+    Conflict,
+    ContextLengthExceeded,
+    EngineError,
+    InvalidRequest,
+    RateLimited,
+    Unavailable,
+)
+from chatd.protocol import Message, Params, Timings, Usage
+from chatd.sessions.conversation import Node, Owner, common_length, last_answer, log_between, pending_after
+from chatd.sessions.detokenizer import Detokenizer
+from chatd.sessions.limits import SessionLimits
+from chatd.sessions.model_profile import ModelProfile, draw_seed
+from chatd.sessions.session import Session
+from chatd.sessions.stats import SessionStats, TurnObserver
+from chatd.sessions.turn import AnswerText, TextDelta, TokenLogprobs, Turn, TurnEnd, TurnSink
+
+_log = logging.getLogger(__name__)
+
+NO_TIMINGS = Timings(queue_ms=0.0, ttft_ms=0.0, prefill_tok_s=0.0, decode_tok_s=0.0, preemptions=0)
+
+
+class EngineGateway(Protocol):
+    """What sessions need of `engine.client.EngineClient`."""
+
+    @property
+    def ready(self) -> Ready | None:
+        """What the engine said when it was last ready."""
+        ...
+
+    def send(self, message: FrontMessage) -> None:
+        """Send without waiting; raises `Unavailable` where a `Submit` or `Fork` cannot be taken."""
+        ...
+
+    def batches(self) -> AsyncIterator[list[EngineEvent]]:
+        """Yield what each read brought."""
+        ...
+
+
+class ChatEncoder(Protocol):
+    """What sessions need of `sessions.prompt_encoder.PromptEncoder`."""
+
+    @property
+    def turn_end_id(self) -> int | None:
+        """The template's turn end; of the stop ids only this one stays in a session's ids."""
+        ...
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """The ids at which an answer ends."""
+        ...
+
+    def begin(self, system: str | None, messages: Sequence[Message], *, date: Date) -> list[int]:
+        """Return the ids of a whole conversation up to where the answer begins."""
+        ...
+
+    def extend(self, new_messages: Sequence[Message], *, answer_ended: bool, date: Date) -> list[int]:
+        """Return the ids to append after an answer, up to where the next one begins."""
+        ...
+
+
+class Vocabulary(Protocol):
+    """What sessions need of `sessions.tokenizer.ChatTokenizer`."""
+
+    @property
+    def token_bytes(self) -> Mapping[int, bytes]:
+        """The bytes of each token."""
+        ...
+
+    def detokenizer(self) -> Detokenizer:
+        """Return a detokenizer for one answer."""
+        ...
+
+
+class TurnRunner:
+    """All turns in flight.
+
+    Args:
+        engine: Where requests go.
+        encoder: Makes prompts' ids; called in threads.
+        vocabulary: Makes text of ids.
+        model: Limits and defaults; replaced when the engine says what fits.
+        limits: Bounds.
+        stats: Counted into.
+        new_id: Makes ids with a prefix.
+        monotonic: Gives seconds for timings.
+        on_ended: Called with every turn that ended once it was submitted, and whether its answer was committed.
+    """
+
+    def __init__(
+        self,
+        engine: EngineGateway,
+        encoder: ChatEncoder,
+        vocabulary: Vocabulary,
+        model: ModelProfile,
+        limits: SessionLimits,
+        stats: SessionStats,
+        *,
+        new_id: Callable[[str], str],
+        monotonic: Callable[[], float],
+        on_ended: Callable[[Turn, bool], None],
+        draw: Callable[[], int] = draw_seed,
+    ) -> None:
+        self.engine = engine
+        self.model = model
+        self.is_ready = False
+        self.epoch = 0
+        """Counts engine processes; a lease of an earlier one holds nothing."""
+        self.observers: list[TurnObserver] = []
+        self._encoder = encoder
+        self._vocabulary = vocabulary
+        self._limits = limits
+        self._stats = stats
+        self._new_id = new_id
+        self._monotonic = monotonic
+        self._on_ended = on_ended
+        self._draw = draw
+        self._last_request = 0
+        self._requests: dict[RequestId, Turn] = {}
+        self._num_by_owner: Counter[Owner] = Counter()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Turns that have not ended."""
+        return self._num_by_owner.total()
+
+    def turn_of(self, request: RequestId) -> Turn | None:
+        """Return the turn whose request this is."""
+        return self._requests.get(request)
+
+    def check_ready(self) -> None:
+        """Refuse work while no engine serves.
+
+        Raises:
+            Unavailable: `engine_unavailable`.
+        """
+        if not self.is_ready:
+            raise Unavailable("the engine is loading or restarting", code="engine_unavailable", retry_after_ms=1000)
+
+    async def begin(
+        self,
+        session: Session,
+        messages: Sequence[Message],
+        *,
+        parent: Node | None,
+        params: Params,
+        sink: TurnSink,
+        request_class: RequestClass,
+        on_accepted: Callable[[Turn, Sequence[Node]], None],
+    ) -> Turn:
+        """Start the session's one turn: the messages are added after `parent`, and an answer is on its way.
+
+        Returns when the request is submitted. `on_accepted` is called in the same step of the loop, before anything
+        of the answer can come. Nothing has changed where this raises.
+
+        Raises:
+            Conflict: `session_busy`.
+            Unavailable: `engine_unavailable`.
+            RateLimited: The owner has too many turns in flight.
+            InvalidRequest: A parameter is out of range, or the template has no place for the messages.
+            ContextLengthExceeded: The prompt can never fit.
+        """
+        check_free(session)
+        self.check_ready()
+        owner = session.owner
+        if self._num_by_owner[owner] >= self._limits.max_turns_per_user:
+            raise RateLimited(
+                f"{self._num_by_owner[owner]} answers are in progress, the limit is {self._limits.max_turns_per_user}",
+                code="too_many_turns",
+                retry_after_ms=1000,
+            )
+        turn = Turn(
+            session,
+            sink,
+            self._new_id("resp"),
+            params.over(session.params),
+            request_class,
+            accepted_at=self._monotonic(),
+            previous_head=session.conversation.head,
+            previous_title=session.title,
+        )
+        session.turn = turn
+        self._num_by_owner[owner] += 1
+        try:
+            prompt_ids = await self._encode(session, parent, messages)
+            self._accept(turn, parent, messages, prompt_ids, on_accepted)
+        except BaseException:
+            self._free(turn)
+            raise
+        return turn
+
+    async def _encode(self, session: Session, parent: Node | None, messages: Sequence[Message]) -> list[int]:
+        """Return what the messages add to the log; the templates and tokenizers run in a thread."""
+        answer = last_answer(parent)
+        said = [*(node.to_message() for node in pending_after(answer, parent)), *messages]
+        if answer is None:
+            return await asyncio.to_thread(self._encoder.begin, session.conversation.system, said, date=session.date)
+        answer_ended = len(answer.ids) > 0 and answer.ids[-1] == self._encoder.turn_end_id
+        return await asyncio.to_thread(self._encoder.extend, said, answer_ended=answer_ended, date=session.date)
+
+    def _accept(
+        self,
+        turn: Turn,
+        parent: Node | None,
+        messages: Sequence[Message],
+        prompt_ids: list[int],
+        on_accepted: Callable[[Turn, Sequence[Node]], None],
+    ) -> None:
+        """Check that it fits, then change the conversation and submit; does not await."""
+        conversation = turn.session.conversation
+        num_prompt_tokens = (0 if parent is None else parent.num_tokens) + len(prompt_ids)
+        self.model.check_prompt(num_prompt_tokens)
+        sampling = self.model.resolve(turn.params, num_prompt_tokens, draw=self._draw)
+        turn.text = AnswerText(
+            self._vocabulary.detokenizer(), turn.params.stop, frozenset(sampling.stop_token_ids), self._token_text
+        )
+        added: list[Node] = []
+        try:
+            conversation.head = parent
+            for message in messages:
+                added.append(
+                    conversation.add_message(self._new_id("msg"), message.role, message.content, conversation.head)
+                )
+            turn.answer = conversation.begin_answer(self._new_id("msg"), prompt_ids, sampling, turn.params.stop)
+            turn.first_node = added[0] if added else turn.answer
+            if turn.decided is None:
+                self._submit(turn)
+        except BaseException:
+            if turn.answer is not None and turn.first_node is not None:
+                conversation.remove_from(turn.first_node, turn.previous_head)
+            else:
+                conversation.head = turn.previous_head
+            raise
+        self._stats.turns_started += 1
+        for observer in self.observers:
+            observer.turn_started(turn.session.owner)
+        on_accepted(turn, added)
+        if turn.decided is not None:
+            self._finish(turn, turn.decided, None)
+
+    def _submit(self, turn: Turn, *, whole: bool = False) -> None:
+        """Send what the engine's lease lacks of the log; everything where `whole`."""
+        answer, lease = turn.answer, turn.session.lease
+        assert answer is not None and answer.sampling is not None, "a turn without its answer is submitted"  # noqa: PT018
+        if lease.epoch != self.epoch:
+            lease.epoch, lease.node, lease.num_tokens, lease.fork_of = self.epoch, None, 0, None
+        if whole:
+            lease.node, lease.num_tokens = None, 0
+        elif lease.fork_of is not None:
+            source, at = lease.fork_of
+            self.engine.send(Fork(source, lease.id, at))
+        lease.fork_of = None
+        base_len = min(common_length(lease.node, answer.parent), lease.num_tokens)
+        self._last_request += 1
+        request = RequestId(self._last_request)
+        self.engine.send(
+            Submit(
+                request,
+                lease.id,
+                turn.session.owner.tenant,
+                base_len,
+                log_between(answer, base_len),
+                answer.sampling,
+                turn.request_class,
+            )
+        )
+        turn.request, turn.base_len = request, base_len
+        lease.node, lease.num_tokens = answer, answer.num_tokens
+        self._requests[request] = turn
+
+    def cancel(self, turn: Turn) -> None:
+        """End a turn as cancelled and keep what there is; nothing happens where it is ending already."""
+        if turn.decided is not None:
+            return
+        turn.decided = FinishReason.CANCELLED
+        if turn.request is not None:
+            self.send_about(Cancel(turn.request))
+
+    def release(self, session: Session, new_lease: LeaseId) -> None:
+        """Give up what the engine holds for an idle session; its next turn starts under a new lease."""
+        assert session.turn is None, "a busy session's lease is released"
+        lease = session.lease
+        if lease.epoch == self.epoch and lease.node is not None:
+            self.send_about(Release(lease.id))
+        lease.id, lease.node, lease.num_tokens, lease.fork_of = new_lease, None, 0, None
+        session.latest.tier = Tier.TOKENS
+        session.latest.blocks_held = session.latest.blocks_shared = 0
+
+    def send_about(self, message: FrontMessage) -> None:
+        """Send what only matters to an engine that is there."""
+        try:
+            self.engine.send(message)
+        except Unavailable:
+            _log.warning("the engine takes no %s", type(message).__name__)
+
+    # What the engine says.
+
+    def on_ready(self, ready: Ready) -> None:
+        """Take in what fits, and serve."""
+        self.model = self.model.with_ready(ready)
+        self.is_ready = True
+
+    def on_died(self, reason: str) -> None:
+        """End every turn in flight and forget what the engine held."""
+        self.is_ready = False
+        self.epoch += 1
+        turns = list(self._requests.values())
+        self._requests.clear()
+        for turn in turns:
+            if turn.decided is not None:
+                self._finish(turn, turn.decided, None)
+            else:
+                self.fail(turn, EngineError(f"the engine ended while it computed this answer: {reason}"))
+
+    def on_tokens(self, request: RequestId, ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> None:
+        """Take the new tokens of one request."""
+        turn = self._requests.get(request)
+        if turn is None or turn.decided is not None:
+            return
+        text, answer = turn.text, turn.answer
+        assert text is not None and answer is not None, "tokens for a turn without an answer"  # noqa: PT018
+        now = self._monotonic()
+        if turn.first_token_at is None:
+            turn.first_token_at = now
+            for observer in self.observers:
+                observer.first_token(turn.session.owner, now - turn.accepted_at)
+        else:
+            for observer in self.observers:
+                observer.next_tokens(turn.session.owner, len(ids), now - turn.last_token_at)
+        turn.last_token_at = now
+        delta = text.push(ids, logprobs)
+        if text.is_stopped:
+            turn.decided = FinishReason.STOP_STRING
+            length = answer.num_tokens + len(text.ids)
+            self.send_about(Finish(request, turn.session.lease.id, length))
+        if delta is not None:
+            self._deliver(turn, answer, delta)
+
+    def on_done(self, done: Done) -> None:
+        """End the turn of a request."""
+        turn = self._requests.pop(done.request, None)
+        if turn is None:
+            return
+        if done.reason is FinishReason.FAILED and turn.decided is None:
+            self.fail(turn, _engine_error(done))
+        else:
+            self._finish(turn, turn.decided or done.reason, done)
+
+    def on_lease_lost(self, request: RequestId) -> None:
+        """Send the whole log, or end a turn that was cancelled meanwhile."""
+        turn = self._requests.pop(request, None)
+        if turn is None:
+            return
+        self._stats.lease_misses += 1
+        if turn.decided is not None:
+            lease = turn.session.lease
+            lease.node, lease.num_tokens = None, 0
+            self._finish(turn, turn.decided, None)
+        elif turn.base_len == 0:
+            self.fail(turn, EngineError("the engine lost a lease that it was given whole"))
+        else:
+            try:
+                self._submit(turn, whole=True)
+            except ChatdError as error:
+                self.fail(turn, error)
+
+    # How a turn ends.
+
+    def fail(self, turn: Turn, error: ChatdError) -> None:
+        """Roll back to the last committed turn and say why."""
+        if turn.ended.is_set():
+            return
+        session = turn.session
+        assert turn.first_node is not None, "a turn without a message fails"
+        session.conversation.remove_from(turn.first_node, turn.previous_head)
+        session.title = turn.previous_title or ""
+        self._free(turn)
+        self._stats.turns_ended["failed"] += 1
+        for observer in self.observers:
+            observer.turn_ended(session.owner, "failed", None, None)
+        self._on_ended(turn, False)
+        turn.sink.on_end(turn, TurnEnd("failed", completed=False, error=error))
+
+    def fail_request(self, request: RequestId, error: ChatdError) -> None:
+        """End a turn whose messages could not be handled; the engine is told to stop."""
+        turn = self._requests.pop(request, None)
+        if turn is not None:
+            self.send_about(Cancel(request))
+            self.fail(turn, error)
+
+    def _finish(self, turn: Turn, reason: FinishReason, done: Done | None) -> None:
+        """Commit an answer, then say so."""
+        session, answer, text = turn.session, turn.answer, turn.text
+        assert answer is not None and text is not None, "a turn without an answer is finished"  # noqa: PT018
+        delta = text.flush()
+        if text.is_stopped:
+            reason = FinishReason.STOP_STRING
+        if delta is not None:
+            self._deliver(turn, answer, delta)
+        if reason is FinishReason.STOP and text.ids and self._is_foreign_stop(text.ids[-1]):
+            text.ids.pop()
+        num_prompt_tokens = answer.num_tokens
+        answer.ids = text.ids
+        named = self._name_of(turn, reason, num_prompt_tokens, len(text.ids))
+        num_cached = min(done.num_cached_tokens if done is not None else turn.num_cached_tokens, num_prompt_tokens)
+        usage = Usage.of(num_prompt_tokens, num_cached, len(text.ids))
+        timings = self._timings(turn, done.timings if done is not None else None, len(text.ids))
+        completed = reason in (FinishReason.STOP, FinishReason.STOP_STRING)
+        session.conversation.end_answer(
+            answer, status="completed" if completed else "incomplete", reason=named, usage=usage, timings=timings
+        )
+        if session.lease.node is answer:
+            session.lease.num_tokens = answer.num_tokens
+        self._free(turn)
+        stats = self._stats
+        stats.turns_ended[named] += 1
+        stats.prompt_tokens += num_prompt_tokens
+        stats.cached_tokens += num_cached
+        stats.output_tokens += len(text.ids)
+        for observer in self.observers:
+            observer.turn_ended(session.owner, named, usage, timings)
+        self._on_ended(turn, True)
+        turn.sink.on_end(turn, TurnEnd(named, completed, usage, timings))
+
+    def _is_foreign_stop(self, token_id: int) -> bool:
+        """Return whether an id ends an answer but has no place in a conversation of this template."""
+        return token_id in self._encoder.stop_token_ids and token_id != self._encoder.turn_end_id
+
+    def _name_of(self, turn: Turn, reason: FinishReason, num_prompt_tokens: int, num_output_tokens: int) -> str:
+        if reason is FinishReason.MAX_OUTPUT_TOKENS and self.model.ends_by_context(
+            turn.params, num_prompt_tokens, num_output_tokens
+        ):
+            return str(FinishReason.CONTEXT)
+        # Only an answer whose end was decided here already can meet an engine that failed.
+        return str(FinishReason.CANCELLED if reason is FinishReason.FAILED else reason)
+
+    def _free(self, turn: Turn) -> None:
+        """Let the session have its next turn."""
+        session = turn.session
+        assert session.turn is turn, "a turn ends that is not the session's"
+        session.turn = None
+        session.latest.queued = session.latest.prefill = None
+        self._num_by_owner[session.owner] -= 1
+        if self._num_by_owner[session.owner] <= 0:
+            del self._num_by_owner[session.owner]
+        if turn.request is not None:
+            self._requests.pop(turn.request, None)
+        turn.ended.set()
+
+    def _deliver(self, turn: Turn, answer: Node, delta: TextDelta) -> None:
+        answer.append_text(delta.text)
+        self._stats.deltas += 1
+        turn.sink.on_delta(turn, delta)
+
+    def _timings(self, turn: Turn, engine: RequestTimings | None, num_output_tokens: int) -> Timings:
+        ttft_s = 0.0 if turn.first_token_at is None else turn.first_token_at - turn.accepted_at
+        if engine is None:
+            return Timings(queue_ms=0.0, ttft_ms=1e3 * ttft_s, prefill_tok_s=0.0, decode_tok_s=0.0, preemptions=0)
+        prefill_tok_s = engine.num_prefill_tokens / engine.prefill_s if engine.prefill_s > 0 else 0.0
+        num_decoded = max(0, num_output_tokens - 1)
+        return Timings(
+            queue_ms=1e3 * engine.queue_s,
+            ttft_ms=1e3 * ttft_s,
+            prefill_tok_s=prefill_tok_s,
+            decode_tok_s=num_decoded / engine.decode_s if engine.decode_s > 0 else 0.0,
+            preemptions=engine.num_preemptions,
+        )
+
+    def _token_text(self, token_id: int) -> str:
+        return self._vocabulary.token_bytes[token_id].decode(errors="replace")
+
+
+def check_free(session: Session) -> None:
+    """Refuse a second turn.
+
+    Raises:
+        Conflict: `session_busy`.
+    """
+    if session.turn is not None:
+        raise Conflict(
+            f"session {session.id} has an answer in progress",
+            code="session_busy",
+            hint="wait for its end, or cancel it",
+        )
+
+
+def merge_tokens(first: TokenDelta, second: TokenDelta) -> TokenDelta:
+    """Return the tokens of two steps of one request as one."""
+    logprobs = None
+    if first.logprobs is not None or second.logprobs is not None:
+        logprobs = [*(first.logprobs or ()), *(second.logprobs or ())]
+    return TokenDelta(first.request, [*first.ids, *second.ids], logprobs)
+
+
+def _engine_error(done: Done) -> ChatdError:
+    """Return the error that ended a request, in the class that has its code."""
+    message = done.error_message or "the engine failed while it computed this answer"
+    for error in (ContextLengthExceeded, InvalidRequest, RateLimited, Unavailable):
+        if done.error_code == error.code:
+            return error(message)
+    return EngineError(message, code=done.error_code or None)
