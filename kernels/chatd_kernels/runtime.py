@@ -26,6 +26,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,8 @@ from numba import cfunc, njit, types
 
 from chatd_kernels.vector import fetch_add, load_i64
 
-_WORD = 8
-FIRST_ARGUMENT = 2
-"""Index in a frame of its first argument, after the two counters."""
+OPERATIONS = ("copy_blocks", "linear", "paged_attention", "rms_norm", "rope_kv_write", "silu_mul")
+"""Folders of the package that hold an operation."""
 
 
 # Inside kernels ----------------------------------------------------------------------------------
@@ -220,12 +220,16 @@ def float_bits(value: float) -> int:
 
 
 def warm_up(progress: Callable[[str, int, int], None] | None = None) -> int:
-    """Compile, or load from the cache, every kernel imported so far, and return how many had to be compiled.
+    """Compile, or load from the cache, every CPU kernel, and return how many had to be compiled.
+
+    Kernels do not depend on sizes, so there is nothing left to compile afterwards, whatever the model.
 
     Args:
         progress: called with (name, done, total) before each kernel.
     """
     compiled = 0
+    for operation in OPERATIONS:
+        import_module(f"chatd_kernels.{operation}.cpu")
     for index, entry in enumerate(_kernels):
         if progress is not None:
             progress(entry.name, index, len(_kernels))

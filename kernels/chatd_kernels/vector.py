@@ -75,6 +75,11 @@ def splat(builder: Any, scalar: Any, vector_type: Any = F32_VECTOR) -> Any:
     return builder.shuffle_vector(one, ir.Constant(vector_type, ir.Undefined), zeros)
 
 
+def broadcast(builder: Any, address: Any) -> Any:
+    """The float32 at an address in every lane."""
+    return splat(builder, builder.load(pointer(builder, address, _f32)))
+
+
 def call_llvm(builder: Any, name: str, return_type: Any, arguments: list[Any]) -> Any:
     """Call an LLVM intrinsic by name."""
     function_type = ir.FunctionType(return_type, [argument.type for argument in arguments])
@@ -178,6 +183,20 @@ def vstore_half(typingctx: Any, address: Any, value: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         halves = builder.fptrunc(args[1], F16_VECTOR)
         builder.store(halves, pointer(builder, args[0], F16_VECTOR), align=HALF_BYTES)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, float32x16), codegen
+
+
+@intrinsic  # type: ignore[misc]
+def vstore_int16(typingctx: Any, address: Any, value: Any) -> Any:
+    """Round 16 lanes to the nearest integers (ties to even), cut them to int16 and store them; NaN becomes 0."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        shorts = ir.VectorType(ir.IntType(16), LANES)
+        nearest = call_llvm(builder, "llvm.rint.v16f32", F32_VECTOR, [args[1]])
+        integers = call_llvm(builder, "llvm.fptosi.sat.v16i16.v16f32", shorts, [nearest])
+        builder.store(integers, pointer(builder, args[0], shorts), align=2)
         return context.get_dummy_value()
 
     return types.void(types.int64, float32x16), codegen

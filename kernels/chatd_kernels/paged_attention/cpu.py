@@ -21,7 +21,8 @@ from numba import njit
 
 from chatd_kernels.checks import check_tensor
 from chatd_kernels.kv_cache import KVCache
-from chatd_kernels.paged_attention.microkernels import make_scores, make_weighted_sum
+from chatd_kernels.microkernels import make_dot
+from chatd_kernels.paged_attention.microkernels import make_weighted_sum
 from chatd_kernels.paged_attention.schedule import AttentionMetadata
 from chatd_kernels.runtime import argument, claim_worker, float_bits, kernel, next_item
 from chatd_kernels.vector import (
@@ -52,18 +53,18 @@ _LOG2_E = 1.4426950408889634
 # Below this many (row, position) pairs a parallel region costs more than it saves.
 _PARALLEL_FROM = 4096
 
-_scores_6 = make_scores(6, 1, False)
-_scores_4 = make_scores(4, 1, False)
-_scores_3 = make_scores(3, 1, False)
-_scores_1 = make_scores(1, 1, False)
-_scores_6_half = make_scores(6, 1, True)
-_scores_4_half = make_scores(4, 1, True)
-_scores_3_half = make_scores(3, 1, True)
-_scores_1_half = make_scores(1, 1, True)
-_scores_3x2 = make_scores(3, 2, False)
-_scores_3x2_half = make_scores(3, 2, True)
-_scores_1x4 = make_scores(1, 4, False)
-_scores_1x4_half = make_scores(1, 4, True)
+_scores_6 = make_dot(6, 1, False)
+_scores_4 = make_dot(4, 1, False)
+_scores_3 = make_dot(3, 1, False)
+_scores_1 = make_dot(1, 1, False)
+_scores_6_half = make_dot(6, 1, True)
+_scores_4_half = make_dot(4, 1, True)
+_scores_3_half = make_dot(3, 1, True)
+_scores_1_half = make_dot(1, 1, True)
+_scores_3x2 = make_dot(3, 2, False)
+_scores_3x2_half = make_dot(3, 2, True)
+_scores_1x4 = make_dot(1, 4, False)
+_scores_1x4_half = make_dot(1, 4, True)
 _sum_6 = make_weighted_sum(6, 1, False)
 _sum_4 = make_weighted_sum(4, 1, False)
 _sum_3 = make_weighted_sum(3, 1, False)
@@ -91,27 +92,27 @@ def _score_rows(q: int, q_stride: int, rows: int, key: int, scores: int, head_di
         at, to = q + row * q_stride, scores + row * 1024
         if left >= 6:
             if is_half:
-                _scores_6_half(at, q_stride, key, to, head_dim)
+                _scores_6_half(at, q_stride, key, to, 1024, head_dim)
             else:
-                _scores_6(at, q_stride, key, to, head_dim)
+                _scores_6(at, q_stride, key, to, 1024, head_dim)
             row += 6
         elif left >= 4:
             if is_half:
-                _scores_4_half(at, q_stride, key, to, head_dim)
+                _scores_4_half(at, q_stride, key, to, 1024, head_dim)
             else:
-                _scores_4(at, q_stride, key, to, head_dim)
+                _scores_4(at, q_stride, key, to, 1024, head_dim)
             row += 4
         elif left == 3:
             if is_half:
-                _scores_3_half(at, q_stride, key, to, head_dim)
+                _scores_3_half(at, q_stride, key, to, 1024, head_dim)
             else:
-                _scores_3(at, q_stride, key, to, head_dim)
+                _scores_3(at, q_stride, key, to, 1024, head_dim)
             row += 3
         else:
             if is_half:
-                _scores_1_half(at, q_stride, key, to, head_dim)
+                _scores_1_half(at, q_stride, key, to, 1024, head_dim)
             else:
-                _scores_1(at, q_stride, key, to, head_dim)
+                _scores_1(at, q_stride, key, to, 1024, head_dim)
             row += 1
 
 
@@ -235,7 +236,12 @@ def attention_items(frame: int) -> None:
     num_q, num_kv = argument(frame, 9), argument(frame, 10)
     tasks, runs, tokens, items = argument(frame, 11), argument(frame, 12), argument(frame, 13), argument(frame, 14)
     num_items, table, table_width = argument(frame, 15), argument(frame, 16), argument(frame, 17)
-    lengths, bases, counters, partials = argument(frame, 18), argument(frame, 19), argument(frame, 20), argument(frame, 21)
+    lengths, bases, counters, partials = (
+        argument(frame, 18),
+        argument(frame, 19),
+        argument(frame, 20),
+        argument(frame, 21),
+    )
     workspace, workspace_bytes, max_rows = argument(frame, 22), argument(frame, 23), argument(frame, 24)
     window = argument(frame, 25)
     scale = np.float32(load_f64(frame + 28 * 8))
@@ -308,9 +314,9 @@ def attention_items(frame: int) -> None:
                         block = load_i32(blocks + (g + 1) // groups_per_block * 4)
                         key1 = keys + (block * block_stride + (g + 1) % groups_per_block * head_dim * 16) * element
                         if is_half:
-                            _scores_3x2_half(at, row_bytes, key, key1, to + g * 64, head_dim)
+                            _scores_3x2_half(at, row_bytes, key, key1, to + g * 64, 1024, head_dim)
                         else:
-                            _scores_3x2(at, row_bytes, key, key1, to + g * 64, head_dim)
+                            _scores_3x2(at, row_bytes, key, key1, to + g * 64, 1024, head_dim)
                         g += 2
                     elif run_rows == 1 and g + 3 < high_group:
                         block = load_i32(blocks + (g + 1) // groups_per_block * 4)
@@ -320,9 +326,9 @@ def attention_items(frame: int) -> None:
                         block = load_i32(blocks + (g + 3) // groups_per_block * 4)
                         key3 = keys + (block * block_stride + (g + 3) % groups_per_block * head_dim * 16) * element
                         if is_half:
-                            _scores_1x4_half(at, row_bytes, key, key1, key2, key3, to + g * 64, head_dim)
+                            _scores_1x4_half(at, row_bytes, key, key1, key2, key3, to + g * 64, 1024, head_dim)
                         else:
-                            _scores_1x4(at, row_bytes, key, key1, key2, key3, to + g * 64, head_dim)
+                            _scores_1x4(at, row_bytes, key, key1, key2, key3, to + g * 64, 1024, head_dim)
                         g += 4
                     else:
                         _score_rows(at, row_bytes, run_rows, key, to + g * 64, head_dim, is_half)
@@ -349,7 +355,9 @@ def attention_items(frame: int) -> None:
                         count = min(4, high_group - g)
                         for i in range(count):
                             block = load_i32(blocks + (g + i) // groups_per_block * 4)
-                            value = values + (block * block_stride + (g + i) % groups_per_block * 16 * head_dim) * element
+                            value = (
+                                values + (block * block_stride + (g + i) % groups_per_block * 16 * head_dim) * element
+                            )
                             _widen(value, value_scratch + i * 16 * row_bytes, 16 * head_dim, is_half)
                         value, stride, narrow = value_scratch, row_bytes, False
                     else:
@@ -414,9 +422,10 @@ def attention_items(frame: int) -> None:
                     elif num_segments == 1:
                         _finish(target, o, l, head_dim)
                     else:
-                        partial = partials + (
-                            (load_i64(bases + token * 8) + segment) * num_q + head * group + h
-                        ) * partial_bytes
+                        partial = (
+                            partials
+                            + ((load_i64(bases + token * 8) + segment) * num_q + head * group + h) * partial_bytes
+                        )
                         store_f32(partial, load_f32(m))
                         store_f32(partial + 4, load_f32(l))
                         copy_bytes(partial + 64, o, row_bytes)
@@ -425,15 +434,22 @@ def attention_items(frame: int) -> None:
                     arrived = fetch_add(counters + (token * num_kv + head) * 8, 1) + 1
                     if arrived % num_segments == 0:
                         for h in range(group):
-                            partial = partials + (
-                                (load_i64(bases + token * 8) + first_segment) * num_q + head * group + h
-                            ) * partial_bytes
+                            partial = (
+                                partials
+                                + ((load_i64(bases + token * 8) + first_segment) * num_q + head * group + h)
+                                * partial_bytes
+                            )
                             following = partial
                             for _ in range(first_segment + 1, num_segments):
                                 following += num_q * partial_bytes
                                 _merge(
-                                    partial, partial + 4, partial + 64,
-                                    following, following + 4, following + 64, head_dim,
+                                    partial,
+                                    partial + 4,
+                                    partial + 64,
+                                    following,
+                                    following + 4,
+                                    following + 64,
+                                    head_dim,
                                 )
                             target = out + (token * num_q + head * group + h) * row_bytes
                             _finish(target, partial + 64, partial + 4, head_dim)

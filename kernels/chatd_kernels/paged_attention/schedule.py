@@ -335,13 +335,20 @@ def build_work_list(frame: int) -> None:
                         high += 1
                     run = open_runs[low]
                     group_end = (column - first_column + 1) * groups_per_block
-                    if run >= 0 and runs[run * 5 + 3] == offsets[high] and (
-                        runs[run * 5 + 1] == group_end - groups_per_block
+                    if (
+                        run >= 0
+                        and runs[run * 5 + 3] == offsets[high]
+                        and (runs[run * 5 + 1] == group_end - groups_per_block)
                     ):
                         runs[run * 5 + 1] = group_end
                     else:
                         _put(
-                            runs, num_runs * 5, group_end - groups_per_block, group_end, offsets[low], offsets[high],
+                            runs,
+                            num_runs * 5,
+                            group_end - groups_per_block,
+                            group_end,
+                            offsets[low],
+                            offsets[high],
                             members[low],
                         )
                         open_runs[low] = num_runs

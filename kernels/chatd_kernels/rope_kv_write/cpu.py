@@ -64,7 +64,12 @@ def rope_kv_write_tokens(frame: int) -> None:
     block_stride, kv_stride = argument(frame, 8), argument(frame, 9)
     head_stride, block_size = argument(frame, 10), argument(frame, 11)
     q_out, q_norm, k_norm = argument(frame, 12), argument(frame, 13), argument(frame, 14)
-    num_tokens, num_q, num_kv, head_dim = argument(frame, 15), argument(frame, 16), argument(frame, 17), argument(frame, 18)
+    num_tokens, num_q, num_kv, head_dim = (
+        argument(frame, 15),
+        argument(frame, 16),
+        argument(frame, 17),
+        argument(frame, 18),
+    )
     max_positions, num_slots = argument(frame, 19), argument(frame, 20)
     eps = load_f64(frame + 23 * 8)
     head_bytes = head_dim * 4

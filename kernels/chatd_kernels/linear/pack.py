@@ -1,0 +1,90 @@
+"""Weights of linear layers as the kernels read them.
+
+A panel holds 16 output features. fp32 and fp16: `[num_panels, in_features, 16]`, so that one vector is one input feature
+of 16 outputs. int8: `[num_panels, in_features / 2, 16, 2]`, pairs of input features, with one scale per output feature.
+The last panel is filled with zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+WeightFormat = Literal["fp32", "fp16", "int8"]
+
+PANEL = 16
+"""Output features of a panel."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A linear layer's weights, packed.
+
+    Attributes:
+        format: how they are stored.
+        in_features: columns of the weight.
+        out_features: rows of the weight.
+        panels: the packed numbers.
+        scales: `[out_features, filled to whole panels]` float32: what an int8 weight counts; None for floats.
+        bias: the same shape, or None.
+    """
+
+    format: WeightFormat
+    in_features: int
+    out_features: int
+    panels: torch.Tensor
+    scales: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights."""
+        return self.panels.numel() * self.panels.element_size()
+
+
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, weight_format: WeightFormat) -> PackedWeight:
+    """Pack a weight `[out_features, in_features]` and a bias `[out_features]`.
+
+    Raises:
+        ValueError: the weight is no matrix, its inner size is no multiple of 16, or the format is not known.
+    """
+    if weight.ndim != 2:
+        raise ValueError(f"weight has {weight.ndim} dimensions, a linear layer's has 2")
+    out_features, in_features = weight.shape
+    if in_features % PANEL or in_features == 0:
+        raise ValueError(f"in_features {in_features} is no positive multiple of {PANEL}")
+    num_panels = -(-out_features // PANEL)
+    scales: torch.Tensor | None = None
+    if weight_format == "int8":
+        scales = weight.abs().amax(dim=1).float() / 127
+        # A row of zeros has any scale; 1 keeps the division finite.
+        scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+        numbers = (weight.float() / scales[:, None]).round().clamp(-127, 127).to(torch.int8)
+    elif weight_format in ("fp16", "fp32"):
+        numbers = weight.to(torch.float16 if weight_format == "fp16" else torch.float32)
+    else:
+        raise ValueError(f"weight format {weight_format!r} is not one of fp32, fp16, int8")
+    filled = _filled(numbers, num_panels * PANEL)
+    if weight_format == "int8":
+        panels = filled.view(num_panels, PANEL, in_features // 2, 2).transpose(1, 2).contiguous()
+    else:
+        panels = filled.view(num_panels, PANEL, in_features).transpose(1, 2).contiguous()
+    return PackedWeight(
+        format=weight_format,
+        in_features=in_features,
+        out_features=out_features,
+        panels=panels,
+        scales=None if scales is None else _filled(scales, num_panels * PANEL),
+        bias=None if bias is None else _filled(bias.float(), num_panels * PANEL),
+    )
+
+
+def _filled(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """The tensor with zeros appended to `rows` rows."""
+    if tensor.shape[0] == rows:
+        return tensor.contiguous()
+    filled = tensor.new_zeros((rows, *tensor.shape[1:]))
+    filled[: tensor.shape[0]] = tensor
+    return filled

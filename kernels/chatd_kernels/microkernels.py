@@ -1,0 +1,261 @@
+"""Dot products in registers: what attention's scores and the linear layers are made of.
+
+A variant holds `rows` x `panels` vectors of 16 sums. Each sum is `fma` over the inner dimension in order, starting at 0,
+in every variant: how many a variant holds changes its speed, never a bit. Six rows of one vector fill AVX2's sixteen
+registers (a vector is two there); with fewer rows, several panels give the multiply-add units enough independent work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from llvmlite.binding import get_process_triple
+from numba import config, types
+from numba.core import cgutils
+from numba.core.codegen import get_host_cpu_features
+from numba.extending import intrinsic
+
+from chatd_kernels.vector import (
+    F32_VECTOR,
+    FLOAT_BYTES,
+    HALF_BYTES,
+    I32_VECTOR,
+    LANES,
+    broadcast,
+    call_llvm,
+    fused_multiply_add,
+    load_vector,
+    pointer,
+)
+
+_i8, _i16, _i32, _i64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_UNROLL = 4
+_VECTOR_BYTES = LANES * FLOAT_BYTES
+
+
+def constant(value: int) -> Any:
+    """An int64 constant."""
+    return ir.Constant(_i64, value)
+
+
+def define(name: str, num_arguments: int, codegen: Any) -> Any:
+    """An intrinsic of int64 arguments that returns nothing."""
+    signature = types.void(*([types.int64] * num_arguments))
+    names = ", ".join(f"a{i}" for i in range(num_arguments))
+    # numba takes the number of arguments from the function's own signature: the def line is made to measure.
+    scope = {"signature": signature, "codegen": codegen}
+    exec(f"def {name}(typingctx, {names}):\n    return signature, codegen\n", scope)  # noqa: S102
+    return intrinsic(scope[name])
+
+
+class Product:
+    """How one kind of dot product loads and multiplies; subclasses are the kinds."""
+
+    name: str
+    sum_type: Any
+    x_bytes: int
+    """Of one number of a row."""
+    w_bytes: int
+    """Of one number of a panel."""
+    step: int
+    """Numbers that one `multiply_add` takes."""
+
+    def load_panel(self, builder: Any, address: Any) -> Any:
+        """The `[step, 16]` weights at an address."""
+        raise NotImplementedError
+
+    def load_row(self, builder: Any, address: Any) -> Any:
+        """The `step` numbers of a row at an address, for every lane."""
+        raise NotImplementedError
+
+    def multiply_add(self, builder: Any, total: Any, row: Any, panel: Any) -> Any:
+        """`total` plus the products."""
+        raise NotImplementedError
+
+
+class FloatProduct(Product):
+    """Float32 rows; panels `[size, 16]` of float32 or, widened as they are read, of half floats."""
+
+    sum_type, x_bytes, step = F32_VECTOR, FLOAT_BYTES, 1
+
+    def __init__(self, half: bool) -> None:
+        self.half = half
+        self.name = "half" if half else "float"
+        self.w_bytes = HALF_BYTES if half else FLOAT_BYTES
+
+    def load_panel(self, builder: Any, address: Any) -> Any:
+        """See `Product`."""
+        return load_vector(builder, address, self.half)
+
+    def load_row(self, builder: Any, address: Any) -> Any:
+        """See `Product`."""
+        return broadcast(builder, address)
+
+    def multiply_add(self, builder: Any, total: Any, row: Any, panel: Any) -> Any:
+        """See `Product`."""
+        return fused_multiply_add(builder, row, panel, total)
+
+
+class Int8Product(Product):
+    """Int16 rows and int8 panels `[size / 2, 16, 2]`; sums are exact int32, so their order does not matter."""
+
+    name, sum_type, x_bytes, w_bytes, step = "int8", I32_VECTOR, 2, 1, 2
+
+    def load_panel(self, builder: Any, address: Any) -> Any:
+        """See `Product`."""
+        packed = pointer(builder, address, ir.VectorType(_i8, 2 * LANES))
+        return builder.sext(builder.load(packed, align=1), ir.VectorType(_i16, 2 * LANES))
+
+    def load_row(self, builder: Any, address: Any) -> Any:
+        """See `Product`."""
+        return builder.load(pointer(builder, address, _i32), align=2)
+
+    def multiply_add(self, builder: Any, total: Any, row: Any, panel: Any) -> Any:
+        """See `Product`."""
+        return _multiply_add_pairs(builder, total, row, panel)
+
+
+def emit_dot(
+    builder: Any, kind: Product, x_rows: list[Any], weights: list[Any], targets: list[list[Any]], size: Any
+) -> None:
+    """Emit the products of rows and panels, all in registers, and store the sums as float32 at the targets."""
+    zero = ir.Constant(kind.sum_type, [0] * LANES)
+    # Stack slots that LLVM keeps in registers.
+    sums = [[cgutils.alloca_once(builder, kind.sum_type) for _ in weights] for _ in x_rows]
+    for line in sums:
+        for total in line:
+            builder.store(zero, total)
+    with cgutils.for_range_slice(builder, constant(0), size, constant(_UNROLL), intp=_i64) as (start, _):
+        for step in range(0, _UNROLL, kind.step):
+            k = builder.add(start, constant(step))
+            x_offset = builder.mul(k, constant(kind.x_bytes))
+            w_offset = builder.mul(k, constant(LANES * kind.w_bytes))
+            panels = [kind.load_panel(builder, builder.add(weight, w_offset)) for weight in weights]
+            for x_row, line in zip(x_rows, sums, strict=True):
+                row = kind.load_row(builder, builder.add(x_row, x_offset))
+                for panel, total in zip(panels, line, strict=True):
+                    builder.store(kind.multiply_add(builder, builder.load(total), row, panel), total)
+    for line, places in zip(sums, targets, strict=True):
+        for total, place in zip(line, places, strict=True):
+            value = builder.load(total)
+            if kind.sum_type == I32_VECTOR:
+                value = builder.sitofp(value, F32_VECTOR)
+            builder.store(value, pointer(builder, place, F32_VECTOR), align=FLOAT_BYTES)
+
+
+def make_dot(rows: int, panels: int, half: bool) -> Any:
+    """An intrinsic `(x, x_stride, w0[, w1 ..], out, out_stride, size)`: products of rows and panels anywhere.
+
+    Row r of `x` is `size` float32 at `x + r * x_stride`; a panel is `[size, 16]`; the 16 sums of row r and panel p go to
+    `out + r * out_stride + p * 64`. `size` is a multiple of 4, strides are bytes.
+    """
+    kind = FloatProduct(half)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, x_stride, *weights, out, out_stride, size = args
+        x_rows = [builder.add(x, builder.mul(x_stride, constant(r))) for r in range(rows)]
+        targets = [
+            [
+                builder.add(builder.add(out, builder.mul(out_stride, constant(r))), constant(p * _VECTOR_BYTES))
+                for p in range(panels)
+            ]
+            for r in range(rows)
+        ]
+        emit_dot(builder, kind, x_rows, weights, targets, size)
+        return context.get_dummy_value()
+
+    return define(f"dot_{kind.name}_{rows}x{panels}", 5 + panels, codegen)
+
+
+MAX_ROWS = 6
+"""Rows that `make_dot_panels` takes at a time."""
+
+_PANELS_AT_ONCE = {1: 4, 2: 2, 3: 2}
+
+
+def make_dot_panels(kind: Product) -> Any:
+    """An intrinsic `(rows, x, x_stride, w, w_stride, panels, out, out_stride, size)`, 1 <= rows <= MAX_ROWS.
+
+    Like `make_dot`, for `panels` panels that lie `w_stride` bytes apart and a number of rows that is chosen at run time.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rows, x, x_stride, w, w_stride, panels, out, out_stride, size = args
+        done = builder.append_basic_block("dot.done")
+        switch = builder.switch(rows, done)
+        for count in range(1, MAX_ROWS + 1):
+            block = builder.append_basic_block(f"dot.rows{count}")
+            switch.add_case(constant(count), block)
+            builder.position_at_end(block)
+            x_rows = [builder.add(x, builder.mul(x_stride, constant(r))) for r in range(count)]
+            out_rows = [builder.add(out, builder.mul(out_stride, constant(r))) for r in range(count)]
+            width = _PANELS_AT_ONCE.get(count, 1)
+            whole = builder.mul(builder.sdiv(panels, constant(width)), constant(width))
+            for step, first, end in ((width, constant(0), whole), (1, whole, panels)):
+                with cgutils.for_range_slice(builder, first, end, constant(step), intp=_i64) as (panel, _):
+                    base = builder.add(w, builder.mul(panel, w_stride))
+                    shift = builder.mul(panel, constant(_VECTOR_BYTES))
+                    weights = [builder.add(base, builder.mul(w_stride, constant(p))) for p in range(step)]
+                    targets = [
+                        [builder.add(builder.add(row, shift), constant(p * _VECTOR_BYTES)) for p in range(step)]
+                        for row in out_rows
+                    ]
+                    emit_dot(builder, kind, x_rows, weights, targets, size)
+                if width == 1:
+                    break
+            builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    return define(f"dot_panels_{kind.name}", 9, codegen)
+
+
+def _multiply_add_pairs(builder: Any, total: Any, pair: Any, weights: Any) -> Any:
+    """`total[i] + pair[0] * weights[2 i] + pair[1] * weights[2 i + 1]`, in int32."""
+    features = cpu_features()
+    if "+avx512vnni" in features:
+        pairs = splat_i32(builder, pair, LANES)
+        return call_llvm(
+            builder,
+            "llvm.x86.avx512.vpdpwssd.512",
+            I32_VECTOR,
+            [total, builder.bitcast(pairs, weights.type), weights],
+        )
+    if "+avx2" in features:
+        half = LANES // 2
+        words = builder.bitcast(splat_i32(builder, pair, half), ir.VectorType(_i16, LANES))
+        halves = []
+        for first in (0, LANES):
+            part = _slice(builder, weights, first, LANES)
+            halves.append(call_llvm(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(_i32, half), [words, part]))
+        joined = builder.shuffle_vector(*halves, ir.Constant(I32_VECTOR, list(range(LANES))))
+        return builder.add(total, joined)
+    words = builder.sext(builder.bitcast(splat_i32(builder, pair, LANES), weights.type), ir.VectorType(_i32, 2 * LANES))
+    products = builder.mul(words, builder.sext(weights, words.type))
+    undefined = ir.Constant(products.type, ir.Undefined)
+    even = builder.shuffle_vector(products, undefined, ir.Constant(I32_VECTOR, list(range(0, 2 * LANES, 2))))
+    odd = builder.shuffle_vector(products, undefined, ir.Constant(I32_VECTOR, list(range(1, 2 * LANES, 2))))
+    return builder.add(total, builder.add(even, odd))
+
+
+def _slice(builder: Any, value: Any, first: int, count: int) -> Any:
+    undefined = ir.Constant(value.type, ir.Undefined)
+    lanes = ir.Constant(ir.VectorType(_i32, count), list(range(first, first + count)))
+    return builder.shuffle_vector(value, undefined, lanes)
+
+
+def splat_i32(builder: Any, scalar: Any, lanes: int) -> Any:
+    """An int32 in every one of `lanes` lanes."""
+    vector_type = ir.VectorType(_i32, lanes)
+    undefined = ir.Constant(vector_type, ir.Undefined)
+    one = builder.insert_element(undefined, scalar, ir.Constant(_i32, 0))
+    return builder.shuffle_vector(one, undefined, ir.Constant(vector_type, [0] * lanes))
+
+
+def cpu_features() -> frozenset[str]:
+    """Features of the CPU that numba compiles for, such as "+avx2"; empty where it is no x86."""
+    if not get_process_triple().startswith(("x86_64", "i386", "i686")):
+        return frozenset()
+    features = config.CPU_FEATURES if config.CPU_FEATURES is not None else get_host_cpu_features()
+    return frozenset(features.split(","))
