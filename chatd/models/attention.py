@@ -44,6 +44,21 @@ class RotaryTables:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionScratch:
+    """Activations that no layer keeps.
+
+    Attributes:
+        qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]` float32.
+        query: `[num_tokens, num_heads, head_dim]` float32.
+        attended: `[num_tokens, num_heads * head_dim]` float32.
+    """
+
+    qkv: torch.Tensor
+    query: torch.Tensor
+    attended: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     """The weights of one layer's attention.
 
@@ -73,31 +88,33 @@ class Attention:
         inputs: ForwardInput,
         rotary: RotaryTables,
         kv_cache: KVCache,
-        query: torch.Tensor,
-        attended: torch.Tensor,
+        scratch: AttentionScratch,
+        out: torch.Tensor,
     ) -> torch.Tensor:
-        """Write the rows' K and V into their slots and return `[num_tokens, hidden_size]`.
+        """Write the rows' K and V into their slots, and what they attend to into `out`, which is returned.
 
         Args:
             x: `[num_tokens, hidden_size]` float32, normed.
             inputs: The batch.
             rotary: The model's tables.
             kv_cache: All layers' blocks.
-            query: Scratch, `[num_tokens, num_heads, head_dim]` float32.
-            attended: Scratch, `[num_tokens, num_heads * head_dim]` float32.
+            scratch: Of `num_tokens` rows.
+            out: `[num_tokens, hidden_size]` float32; not `x`.
         """
         rope_kv_write(
-            self.qkv(x),
+            self.qkv(x, scratch.qkv),
             inputs.positions,
             inputs.slot_mapping,
             rotary.cos,
             rotary.sin,
             kv_cache,
             self.layer,
-            q_out=query,
+            q_out=scratch.query,
             q_norm=self.q_norm,
             k_norm=self.k_norm,
             eps=self.eps,
         )
-        paged_attention(query, kv_cache, self.layer, inputs.attention, attended, self.scale, self.window)
-        return self.output(attended)
+        paged_attention(
+            scratch.query, kv_cache, self.layer, inputs.attention, scratch.attended, self.scale, self.window
+        )
+        return self.output(scratch.attended, out)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from chatd_kernels.rms_norm import rms_norm
 
-from chatd.models.attention import Attention, ForwardInput, RotaryTables
+from chatd.models.attention import Attention, AttentionScratch, ForwardInput, RotaryTables
 from chatd.models.layers import GatedMLP, rotary_tables
 
 if TYPE_CHECKING:
@@ -66,9 +66,19 @@ class _Buffers:
 
         self.residual = rows(config.hidden_size)
         self.normed = rows(config.hidden_size)
+        self.delta = rows(config.hidden_size)
+        self.qkv = rows(config.qkv_size)
         self.query = rows(config.num_heads, config.head_dim)
         self.attended = rows(config.num_heads * config.head_dim)
+        self.gate_up = rows(2 * config.intermediate_size)
         self.activation = rows(config.intermediate_size)
+        self.logits = torch.empty((0, config.vocab_size), dtype=torch.float32, device=device)
+
+    def logits_rows(self, num_rows: int) -> torch.Tensor:
+        """Return space for the logits of a step, which grows to the largest number of rows that sample."""
+        if num_rows > self.logits.shape[0]:
+            self.logits = self.logits.new_empty((num_rows, self.logits.shape[1]))
+        return self.logits[:num_rows]
 
 
 class Decoder:
@@ -124,34 +134,29 @@ class Decoder:
         """Run one step: write K and V of all rows, return logits `[num_logits, vocab_size]` float32.
 
         Rows of one sequence may come in one batch or in several: a row sees the slots of its block table up to its own.
+        The next call overwrites what this one returned.
         """
         num_tokens = inputs.token_ids.shape[0]
-        assert num_tokens <= self.max_num_batched_tokens, (
-            f"{num_tokens} rows, the limit is {self.max_num_batched_tokens}"
+        assert num_tokens <= self.max_num_batched_tokens, f"{num_tokens} rows of {self.max_num_batched_tokens}"
+        weights, eps, buffers = self._weights, self.config.rms_norm_eps, self._buffers
+        residual, normed = buffers.residual[:num_tokens], buffers.normed[:num_tokens]
+        delta = buffers.delta[:num_tokens]
+        attention_scratch = AttentionScratch(
+            buffers.qkv[:num_tokens], buffers.query[:num_tokens], buffers.attended[:num_tokens]
         )
-        weights, eps = self._weights, self.config.rms_norm_eps
-        residual, normed = self._buffers.residual[:num_tokens], self._buffers.normed[:num_tokens]
-        query, attended = self._buffers.query[:num_tokens], self._buffers.attended[:num_tokens]
-        activation = self._buffers.activation[:num_tokens]
+        gate_up, activation = buffers.gate_up[:num_tokens], buffers.activation[:num_tokens]
 
         residual.copy_(torch.nn.functional.embedding(inputs.token_ids, weights.embedding))
-        delta: torch.Tensor | None = None
-        for layer in weights.layers:
-            self._norm(residual, delta, layer.input_norm, normed)
-            delta = layer.attention.forward(normed, inputs, self._rotary, self.kv_cache, query, attended)
-            self._norm(residual, delta, layer.post_attention_norm, normed)
-            delta = layer.mlp.forward(normed, activation)
-        assert delta is not None, "a model has at least one layer"
+        for index, layer in enumerate(weights.layers):
+            # What the sublayer before computed joins the residual stream in the norm of the next one.
+            if index == 0:
+                rms_norm(residual, layer.input_norm, eps, out=normed)
+            else:
+                rms_norm(delta, layer.input_norm, eps, out=normed, residual=residual)
+            layer.attention.forward(normed, inputs, self._rotary, self.kv_cache, attention_scratch, delta)
+            rms_norm(delta, layer.post_attention_norm, eps, out=normed, residual=residual)
+            layer.mlp.forward(normed, gate_up, activation, delta)
         rows = inputs.logits_rows
-        last = residual[rows] + delta[rows]
-        return weights.output(rms_norm(last, weights.final_norm, eps, out=last))
-
-    def _norm(
-        self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        """Add what the last sublayer computed to the residual stream, and norm it to `out`."""
-        eps = self.config.rms_norm_eps
-        if delta is None:
-            rms_norm(residual, weight, eps, out=out)
-        else:
-            rms_norm(delta, weight, eps, out=out, residual=residual)
+        last = residual[rows].add_(delta[rows])
+        rms_norm(last, weights.final_norm, eps, out=last)
+        return weights.output(last, buffers.logits_rows(rows.shape[0]))

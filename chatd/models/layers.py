@@ -61,11 +61,15 @@ class GatedMLP:
     gate_up: PackedLinear
     down: PackedLinear
 
-    def forward(self, x: torch.Tensor, activation: torch.Tensor) -> torch.Tensor:
-        """Return `[num_rows, hidden_size]`.
+    def forward(
+        self, x: torch.Tensor, gate_up: torch.Tensor, activation: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Write `[num_rows, hidden_size]` to `out` and return it.
 
         Args:
             x: `[num_rows, hidden_size]` float32.
+            gate_up: Scratch, `[num_rows, 2 * intermediate_size]` float32.
             activation: Scratch, `[num_rows, intermediate_size]` float32.
+            out: `[num_rows, hidden_size]` float32; not `x`.
         """
-        return self.down(silu_mul(self.gate_up(x), activation))
+        return self.down(silu_mul(self.gate_up(x, gate_up), activation), out)

@@ -18,19 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chatd import config
-from chatd.errors import EnvironmentProblem, ModelError
+from chatd.errors import ModelError
 from chatd.models.digest import weights_digest
 from chatd.models.fetch import SMOLLM2_135M, BuiltIn, ensure_built_in
-from chatd.models.model_config import CONFIG_FILE, load_decoder_config
-from chatd.models.model_folder import INDEX_FILE, PICKLE_SUFFIXES, check_folder, check_tokenizer, weight_files
+from chatd.models.hub import hub_snapshot
+from chatd.models.model_folder import check_folder, weight_files
 
 Progress = Callable[[str, float], None]
 
 BUILT_IN: dict[str, BuiltIn] = {SMOLLM2_135M.id: SMOLLM2_135M}
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-_SMALL_FILES = ("*.json", "*.jinja")
-_WEIGHT_FILES = ("model.safetensors", "model-*.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,7 @@ def resolve(name_or_path: str, *, cache_dir: Path | None = None, progress: Progr
         folder = Path(name_or_path).expanduser().resolve()
         model_id = folder.name
     elif _HUB_ID.fullmatch(name_or_path):
-        model_id, folder = name_or_path, _hub_snapshot(name_or_path, progress)
+        model_id, folder = name_or_path, hub_snapshot(name_or_path, progress)
     else:
         raise _unknown(name_or_path)
     check_folder(folder)
@@ -77,7 +75,7 @@ def resolve(name_or_path: str, *, cache_dir: Path | None = None, progress: Progr
 
 
 def _is_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or Path(name).is_dir()
+    return name.startswith((".", "/", "~")) or (name != "" and Path(name).is_dir())
 
 
 def _unknown(name: str) -> ModelError:
@@ -89,61 +87,3 @@ def _unknown(name: str) -> ModelError:
         if near
         else f"built in: {', '.join(BUILT_IN)}; or a folder, or owner/name",
     )
-
-
-def _hub_snapshot(repo_id: str, progress: Progress | None) -> Path:
-    """Download a repository's small files, check them, and only then its weights."""
-    report = progress or (lambda _phase, _fraction: None)
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import (
-            GatedRepoError,
-            HfHubHTTPError,
-            LocalEntryNotFoundError,
-            RepositoryNotFoundError,
-        )
-    except ImportError as error:
-        raise EnvironmentProblem(
-            "huggingface_hub is not installed", hint='install the server: pip install "chatd[server]"'
-        ) from error
-    report("downloading", 0.0)
-    try:
-        folder = Path(snapshot_download(repo_id, allow_patterns=list(_SMALL_FILES)))
-        if not (folder / CONFIG_FILE).is_file():
-            raise ModelError(f"{repo_id} has no {CONFIG_FILE}", code="model_no_config")
-        load_decoder_config(folder)
-        check_tokenizer(folder)
-        report("downloading", 0.05)
-        folder = Path(snapshot_download(repo_id, allow_patterns=[*_SMALL_FILES, *_WEIGHT_FILES]))
-        if not any(folder.glob("model*.safetensors")) and not (folder / INDEX_FILE).is_file():
-            _refuse_pickled_repository(repo_id)
-    except GatedRepoError as error:
-        raise ModelError(
-            f"{repo_id} asks for a licence to be accepted",
-            code="model_gated",
-            hint="accept it on the model's page and run `hf auth login`",
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ModelError(f"the Hugging Face hub knows no model {repo_id}", code="model_not_found") from error
-    except LocalEntryNotFoundError as error:
-        raise ModelError(
-            f"{repo_id} is not on this machine, and the Hugging Face hub cannot be reached",
-            code="model_offline",
-            hint="connect once to fetch it, or name a local folder",
-        ) from error
-    except (HfHubHTTPError, OSError) as error:
-        raise ModelError(f"{repo_id} could not be fetched: {error}", code="model_fetch_failed") from error
-    report("downloading", 1.0)
-    return folder
-
-
-def _refuse_pickled_repository(repo_id: str) -> None:
-    from huggingface_hub import HfApi
-
-    names = [name for name in HfApi().list_repo_files(repo_id) if name.endswith(PICKLE_SUFFIXES)]
-    if names:
-        raise ModelError(
-            f"{repo_id} has its weights as {', '.join(names[:3])} only; such files can run code when they are read",
-            code="model_pickle_only",
-            hint="choose a repository with safetensors files",
-        )

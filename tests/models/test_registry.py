@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import numpy as np
@@ -60,6 +61,8 @@ def test_an_unknown_name_is_answered_with_the_nearest_right_ones(name: str, hint
 def test_a_path_that_is_no_folder_is_refused(tmp_path: Path, cache: Path) -> None:
     assert refuse(tmp_path / "absent", cache).error_code == "model_not_found"
     assert refuse("./absent", cache).error_code == "model_not_found"
+    assert refuse("", cache).error_code == "model_not_found"
+    assert refuse("a\0b", cache).error_code == "model_not_found"
 
 
 def test_a_folder_without_a_config_is_refused(tiny_folder: Path, cache: Path) -> None:
@@ -253,16 +256,33 @@ def test_a_damaged_note_of_hashes_is_ignored(tiny_folder: Path, cache: Path) -> 
     assert resolve(str(tiny_folder), cache_dir=cache).digest == first
 
 
-def test_a_hub_id_is_fetched_small_files_first(tiny_folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_is_fetched_small_files_first_and_draws_no_bars_of_its_own(
+    tiny_folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked: list[list[str]] = []
 
-    def snapshot(repo_id: str, *, allow_patterns: list[str]) -> str:
+    def snapshot(repo_id: str, *, allow_patterns: list[str], tqdm_class: Any) -> str:
         assert repo_id == "owner/tiny"
         asked.append(allow_patterns)
+        # As the hub does: bytes are counted while their total still grows.
+        with tqdm_class(total=0, unit="B") as bytes_bar, tqdm_class(total=2, unit="it") as files_bar:
+            for num_bytes in (100, 300):
+                bytes_bar.total += num_bytes
+                bytes_bar.refresh()
+                bytes_bar.update(num_bytes)
+                bytes_bar.refresh()
+                files_bar.update(1)
         return str(tiny_folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    assert resolve("owner/tiny", cache_dir=cache).id == "owner/tiny"
+    reports: list[float] = []
+    files = resolve(
+        "owner/tiny", cache_dir=cache, progress=lambda phase, at: reports.append(at) if phase[0] == "d" else None
+    )
+    assert files.id == "owner/tiny"
+    assert reports == sorted(reports)
+    assert (reports[0], reports[-1]) == (0.0, 1.0)
+    assert capsys.readouterr() == ("", "")
     assert asked[0] == ["*.json", "*.jinja"]
     assert not any(pattern.endswith((".bin", ".pt", ".py", "*")) for patterns in asked for pattern in patterns)
 
@@ -273,7 +293,7 @@ def test_a_hub_model_that_cannot_run_is_refused_before_its_weights_are_fetched(
     edit_config(tiny_folder, architectures=["GPT2LMHeadModel"])
     asked: list[str] = []
 
-    def snapshot(repo_id: str, *, allow_patterns: list[str]) -> str:
+    def snapshot(repo_id: str, **_: object) -> str:
         asked.append(repo_id)
         return str(tiny_folder)
 
