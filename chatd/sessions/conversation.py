@@ -158,12 +158,13 @@ class Conversation:
     def begin_answer(
         self,
         node_id: str,
+        parent: Node | None,
         prompt_ids: Iterable[int],
         sampling: SamplingParams,
         stop_strings: tuple[str, ...],
     ) -> Node:
-        """Add an empty answer after the head and make it the head."""
-        node = self.add_message(node_id, "assistant", "", self.head)
+        """Add an empty answer after `parent` and make it the head."""
+        node = self.add_message(node_id, "assistant", "", parent)
         node.status = "in_progress"
         node.is_answer = True
         node.prompt_ids = array(ID_TYPE, prompt_ids)

@@ -17,40 +17,22 @@ import builtins
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
-from chatd.engine.client import EngineDied, EngineEvent
+from chatd.engine.client import EngineEvent
 from chatd.engine.messages import (
-    Done,
     EngineStats,
     LeaseId,
-    LeaseLost,
-    LeaseTier,
-    PoolFrame,
-    Preempted,
-    Prefill,
-    Ready,
     RequestClass,
     Retain,
-    Started,
-    StartFailed,
-    Tier,
-    TokenDelta,
-    Tokens,
-    Waiting,
     WatchPool,
 )
-from chatd.engine.plan import RequestId
-from chatd.errors import Conflict, EngineError, InvalidRequest, NotFound, PermissionDenied, RateLimited
+from chatd.errors import Conflict, InvalidRequest, NotFound, PermissionDenied, RateLimited
 from chatd.protocol import (
+    AttachRole,
     Item,
     Message,
     Params,
-    ResponsePreempted,
-    ResponsePrefill,
-    ResponseQueued,
-    ResponseResumed,
     SessionAttach,
     SessionAttached,
     SessionClosed,
@@ -59,26 +41,29 @@ from chatd.protocol import (
     SessionInfo,
     SessionList,
     SessionListed,
-    SessionTier,
     SessionUpdate,
+    TranscriptEvent,
     UserMessage,
 )
 from chatd.sessions.conversation import Conversation, Node, Owner, Subscriber
+from chatd.sessions.engine_events import EngineEvents, LeaseHolder, LeaseSessions, PoolListener
 from chatd.sessions.events import EventRing
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.model_profile import ModelProfile, draw_seed
+from chatd.sessions.ports import ChatEncoder, EngineGateway, Vocabulary
 from chatd.sessions.session import Lease, Session, title_of
 from chatd.sessions.stateless import Completion, CompletionDelta, CompletionRequest, StatelessDoor, check_messages
 from chatd.sessions.stats import SessionStats, TurnObserver
 from chatd.sessions.tokenizer import check_size
 from chatd.sessions.turn import Turn
-from chatd.sessions.turns import ChatEncoder, EngineGateway, TurnRunner, Vocabulary, check_free, merge_tokens
+from chatd.sessions.turns import TurnRunner, check_free
 
 __all__ = [
     "Completion",
     "CompletionDelta",
     "CompletionRequest",
     "LeaseHolder",
+    "LeaseSessions",
     "ModelProfile",
     "Owner",
     "Session",
@@ -91,35 +76,8 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 30.0
-
-
-class LeaseHolder(NamedTuple):
-    """To which session a row of the pool belongs; `hidden` ones were made by stateless requests."""
-
-    owner: Owner
-    session_id: str
-    title: str
-    hidden: bool
-
-
-class LeaseSessions(Mapping[LeaseId, LeaseHolder]):
-    """A live view of who holds which lease."""
-
-    def __init__(self, sessions: Mapping[LeaseId, Session]) -> None:
-        self._sessions = sessions
-
-    def __getitem__(self, lease: LeaseId) -> LeaseHolder:
-        session = self._sessions[lease]
-        return LeaseHolder(session.owner, session.id, session.title, session.hidden)
-
-    def __iter__(self) -> Iterator[LeaseId]:
-        return iter(self._sessions)
-
-    def __len__(self) -> int:
-        return len(self._sessions)
-
-
-PoolListener = Callable[[PoolFrame, LeaseSessions], None]
+DRAIN_CANCEL_S = 1.0
+"""How long a draining daemon waits for the engine to end what was cancelled."""
 
 
 class SessionManager:
@@ -155,9 +113,6 @@ class SessionManager:
         self.boot = boot
         self.limits = limits
         self.stats = SessionStats()
-        self.engine_stats: EngineStats | None = None
-        """The engine's own counters, as it last told them."""
-        self.start_failed: StartFailed | None = None
         self._engine = engine
         self._clock = clock
         self._new_id = new_id or _random_id
@@ -184,8 +139,8 @@ class SessionManager:
         self._by_owner: dict[Owner, dict[str, Session]] = {}
         self._by_lease: dict[LeaseId, Session] = {}
         self._last_lease = 0
-        self._pool_listeners: list[PoolListener] = []
-        self.lease_sessions = LeaseSessions(self._by_lease)
+        self._attached: dict[str, dict[str, Session]] = {}
+        self._events = EngineEvents(self._runner, self._by_lease)
         if engine.ready is not None:
             self._runner.on_ready(engine.ready)
 
@@ -220,149 +175,27 @@ class SessionManager:
             sweeper.cancel()
             await asyncio.gather(sweeper, return_exceptions=True)
 
-    def on_engine_messages(self, batch: list[EngineEvent]) -> None:
-        """Take in what one read brought; several steps' tokens of a request become one delta."""
-        merged: dict[RequestId, TokenDelta] = {}
-        for message in batch:
-            if type(message) is Tokens:
-                for delta in message.deltas:
-                    known = merged.get(delta.request)
-                    merged[delta.request] = delta if known is None else merge_tokens(known, delta)
-                continue
-            if merged:
-                self._take_tokens(merged, message)
-            try:
-                self._take(message)
-            except Exception:
-                _log.exception("a message of the engine could not be handled: %s", type(message).__name__)
-                self._fail_after_exception(getattr(message, "request", None))
-        for delta in merged.values():
-            self._take_delta(delta)
+    def on_engine_messages(self, batch: Sequence[EngineEvent]) -> None:
+        """Take in what one read brought."""
+        self._events.take(batch)
 
-    def _take_tokens(self, merged: dict[RequestId, TokenDelta], before: EngineEvent) -> None:
-        """Handle the tokens that have to come before a message."""
-        if isinstance(before, EngineDied):
-            deltas = list(merged.values())
-            merged.clear()
-        else:
-            delta = merged.pop(getattr(before, "request", RequestId(0)), None)
-            deltas = [] if delta is None else [delta]
-        for delta in deltas:
-            self._take_delta(delta)
+    @property
+    def engine_stats(self) -> EngineStats | None:
+        """The engine's own counters, as it last told them."""
+        return self._events.engine_stats
 
-    def _take_delta(self, delta: TokenDelta) -> None:
-        try:
-            self._runner.on_tokens(delta.request, delta.ids, delta.logprobs)
-        except Exception:
-            _log.exception("tokens could not be handled")
-            self._fail_after_exception(delta.request)
-
-    def _fail_after_exception(self, request: RequestId | None) -> None:
-        """End the turn in which the front itself failed; every other one goes on."""
-        if request is None:
-            return
-        try:
-            self._runner.fail_request(request, EngineError("the answer could not be delivered", code="internal_error"))
-        except Exception:
-            _log.exception("a turn could not be ended")
-
-    def _take(self, message: EngineEvent) -> None:
-        match message:
-            case Done():
-                self._runner.on_done(message)
-            case Started():
-                self._on_started(message)
-            case Prefill():
-                self._on_prefill(message)
-            case Waiting():
-                self._on_waiting(message)
-            case Preempted():
-                self._on_preempted(message)
-            case LeaseLost():
-                self._runner.on_lease_lost(message.request)
-            case LeaseTier():
-                self._on_tier(message)
-            case PoolFrame():
-                self._on_pool(message)
-            case EngineStats():
-                self.engine_stats = message
-            case Ready():
-                self._runner.on_ready(message)
-            case EngineDied():
-                self._on_died(message)
-            case StartFailed():
-                self.start_failed = message
-            case _:
-                pass
-
-    def _on_started(self, message: Started) -> None:
-        turn = self._runner.turn_of(message.request)
-        if turn is None:
-            return
-        turn.num_cached_tokens = message.num_cached_tokens
-        session = turn.session
-        session.latest.queued = None
-        self._set_tier(session, Tier.DEVICE, "used")
-        self._tell_prefill(session, message.num_cached_tokens, message.num_prompt_tokens, message.num_cached_tokens)
-
-    def _on_prefill(self, message: Prefill) -> None:
-        turn = self._runner.turn_of(message.request)
-        if turn is not None:
-            self._tell_prefill(turn.session, message.done, message.total, turn.num_cached_tokens)
-
-    def _tell_prefill(self, session: Session, done: int, total: int, cached: int) -> None:
-        session.latest.prefill = {"done": done, "total": total, "cached": cached}
-        session.tell(ResponsePrefill(session=session.id, done=done, total=total, cached=cached))
-
-    def _on_waiting(self, message: Waiting) -> None:
-        turn = self._runner.turn_of(message.request)
-        if turn is not None:
-            turn.session.latest.queued = {"position": message.position, "why": str(message.why)}
-            turn.session.tell(ResponseQueued(session=turn.session.id, position=message.position, why=str(message.why)))
-
-    def _on_preempted(self, message: Preempted) -> None:
-        turn = self._runner.turn_of(message.request)
-        if turn is not None:
-            event = ResponseResumed if message.resumed else ResponsePreempted
-            turn.session.tell(event(session=turn.session.id))
-
-    def _on_tier(self, message: LeaseTier) -> None:
-        session = self._by_lease.get(message.lease)
-        if session is not None:
-            self._set_tier(session, message.tier, message.why)
-
-    def _set_tier(self, session: Session, tier: Tier, why: str) -> None:
-        if session.latest.tier is not tier:
-            session.latest.tier = tier
-            session.tell(SessionTier(session=session.id, tier=str(tier), why=why))
-
-    def _on_died(self, message: EngineDied) -> None:
-        self._runner.on_died(message.reason)
-        for session in list(self._by_lease.values()):
-            session.latest.blocks_held = session.latest.blocks_shared = 0
-            self._set_tier(session, Tier.TOKENS, "restart")
-
-    def _on_pool(self, frame: PoolFrame) -> None:
-        for row in frame.leases:
-            session = self._by_lease.get(row.lease)
-            if session is None:
-                continue
-            latest = session.latest
-            if (latest.blocks_held, latest.blocks_shared) != (row.num_blocks, row.num_shared):
-                latest.blocks_held, latest.blocks_shared = row.num_blocks, row.num_shared
-                if session.num_attached:
-                    session.emit_usage()
-        for listener in list(self._pool_listeners):
-            listener(frame, self.lease_sessions)
+    @property
+    def lease_sessions(self) -> LeaseSessions:
+        """A live view of who holds which lease."""
+        return self._events.lease_sessions
 
     def watch_pool(self, interval_s: float, *, with_map: bool = False, with_leases: bool = False) -> None:
         """Ask the engine for pool frames, no more often than every `interval_s`; 0 stops them."""
-        self._engine.send(WatchPool(interval_s, with_map, with_leases))
+        self._runner.send_about(WatchPool(interval_s, with_map, with_leases))
 
     def add_pool_listener(self, listener: PoolListener) -> Callable[[], None]:
         """Call `listener` with every pool frame; returns what removes it."""
-        self._pool_listeners.append(listener)
-        return lambda: self._pool_listeners.remove(listener) if listener in self._pool_listeners else None
+        return self._events.add_pool_listener(listener)
 
     # Sessions.
 
@@ -407,15 +240,14 @@ class SessionManager:
         return session
 
     def created(
-        self, session: Session, subscriber: Subscriber, *, re: str | None = None, role: str = "writer"
+        self, session: Session, subscriber: Subscriber, *, re: str | None = None, role: AttachRole = "writer"
     ) -> SessionCreated:
         """Attach the connection that created a session; call `start` once the frame is sent.
 
         The messages that it brought along follow as `item.added`, unless they are more than the ring holds.
         """
         replay = session.ring.after(0)
-        session.subscribe(subscriber, "observer" if role == "observer" else "writer", replay or [])
-        self._retain(session)
+        self._subscribe(session, subscriber, role, replay or [])
         return SessionCreated(
             session=session.info(), head_seq=0 if replay is not None else session.ring.head_seq, re=re
         )
@@ -464,8 +296,7 @@ class SessionManager:
             replay = session.ring.after(command.after_seq)
         head_seq = session.ring.head_seq
         snapshot = session.snapshot(command.history) if replay is None else None
-        session.subscribe(subscriber, command.role, replay or [])
-        self._retain(session)
+        self._subscribe(session, subscriber, command.role, replay or [])
         return SessionAttached(
             session=session.id,
             head_seq=head_seq,
@@ -481,11 +312,12 @@ class SessionManager:
     def detach(self, session: Session, subscriber: Subscriber) -> None:
         """Deliver no more of a session's events; an answer in progress goes on."""
         if session.unsubscribe(subscriber):
+            self._forget_attached(session, subscriber.connection_id)
             self._retain(session)
 
     def detach_all(self, subscriber: Subscriber) -> None:
         """Detach a connection that is gone from everything."""
-        for session in list(self._sessions.values()):
+        for session in list(self._attached.get(subscriber.connection_id, {}).values()):
             self.detach(session, subscriber)
 
     async def update(
@@ -533,6 +365,8 @@ class SessionManager:
         self._release(session)
         session.closed = True
         closed = SessionClosed(session=session.id)
+        for connection_id in session.connections():
+            self._forget_attached(session, connection_id)
         sent = session.close_subscriptions(closed, re, subscriber)
         if subscriber is not None and not sent:
             subscriber.deliver(SessionClosed(session=session.id, re=re))
@@ -573,7 +407,7 @@ class SessionManager:
             session.closed = False
             return
 
-        def on_accepted(turn: Turn, added: list[Node] | tuple[Node, ...]) -> None:
+        def on_accepted(turn: Turn, added: Sequence[Node]) -> None:
             session.closed = False
             session.updated_at = self._clock()
             for node in added:
@@ -588,7 +422,7 @@ class SessionManager:
             params=command.params or Params(),
             sink=session,
             request_class=RequestClass.INTERACTIVE,
-            on_accepted=on_accepted,  # type: ignore[arg-type]
+            on_accepted=on_accepted,
         )
 
     async def cancel(self, session: Session, subscriber: Subscriber | None = None) -> None:
@@ -615,20 +449,28 @@ class SessionManager:
         return await self._door.complete(owner, request)
 
     async def drain(self, timeout_s: float) -> None:
-        """Wait until every answer in progress has ended, then cancel those that have not."""
+        """Wait until every answer in progress has ended; those that have not end as `draining`."""
         turns = [session.turn for session in self._by_lease.values() if session.turn is not None]
-        waiting = [asyncio.create_task(turn.ended.wait()) for turn in turns]
-        if not waiting:
-            return
-        _, late = await asyncio.wait(waiting, timeout=timeout_s)
+        await _wait_for_ends(turns, timeout_s)
         for turn in turns:
             if not turn.ended.is_set():
-                self._runner.cancel(turn)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+                self._runner.cancel(turn, "draining")
+        await _wait_for_ends(turns, DRAIN_CANCEL_S)
 
     # What all of them need.
+
+    def _subscribe(
+        self, session: Session, subscriber: Subscriber, role: AttachRole, replay: builtins.list[TranscriptEvent]
+    ) -> None:
+        session.subscribe(subscriber, role, replay)
+        self._attached.setdefault(subscriber.connection_id, {})[session.id] = session
+        self._retain(session)
+
+    def _forget_attached(self, session: Session, connection_id: str) -> None:
+        attached = self._attached.get(connection_id, {})
+        attached.pop(session.id, None)
+        if not attached:
+            self._attached.pop(connection_id, None)
 
     def _new_session(self, owner: Owner, conversation: Conversation, *, hidden: bool = False) -> Session:
         session = Session(
@@ -734,6 +576,16 @@ class SessionManager:
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             self.sweep()
+
+
+async def _wait_for_ends(turns: Sequence[Turn], timeout_s: float) -> None:
+    waiting = [asyncio.create_task(turn.ended.wait()) for turn in turns if not turn.ended.is_set()]
+    if not waiting:
+        return
+    _, late = await asyncio.wait(waiting, timeout=timeout_s)
+    for task in late:
+        task.cancel()
+    await asyncio.gather(*late, return_exceptions=True)
 
 
 def _random_id(prefix: str) -> str:

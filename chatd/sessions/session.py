@@ -185,6 +185,10 @@ class Session:
         """Connections that are attached."""
         return len(self._subscriptions)
 
+    def connections(self) -> list[str]:
+        """Return the names of the connections that are attached."""
+        return list(self._subscriptions)
+
     def role_of(self, subscriber: Subscriber) -> AttachRole | None:
         """Return the role of a connection, None where it is not attached."""
         subscription = self._subscriptions.get(subscriber.connection_id)
@@ -307,6 +311,9 @@ class Session:
                     error=ErrorBody.of(end.error),
                 )
             )
+            if turn.previous_title is not None and turn.previous_title != self.title:
+                self.title = turn.previous_title
+                self.emit_updated()
         else:
             assert end.usage is not None, "an end without usage"
             assert end.timings is not None, "an end without timings"

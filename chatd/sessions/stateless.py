@@ -171,9 +171,10 @@ class StatelessDoor:
         if is_new:
             self._sessions[session.id] = session
             session.title = title_of(request.conversation_id or messages[-1].content)
-        self._sessions.move_to_end(session.id)
+        for used in (session, chain.session if chain is not None else session):
+            self._sessions.move_to_end(used.id)
         try:
-            turn = await self._runner.begin(
+            await self._runner.begin(
                 session,
                 messages[num_known:],
                 parent=None if chain is None else chain.node,
@@ -186,7 +187,6 @@ class StatelessDoor:
             if is_new:
                 self._drop(session)
             raise
-        completion.begin(turn)
         self._expire()
         return completion
 

@@ -191,6 +191,7 @@ class Turn:
         first_token_at: In monotonic seconds.
         last_token_at: Likewise.
         decided: How the front ended the answer; tokens that come later are dropped.
+        cancel_reason: What a cancelled answer is called, where not that.
         ended: Set at the end.
     """
 
@@ -211,4 +212,5 @@ class Turn:
     first_token_at: float | None = None
     last_token_at: float = 0.0
     decided: FinishReason | None = None
+    cancel_reason: str | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)

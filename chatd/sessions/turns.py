@@ -9,11 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from datetime import date as Date
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
-from chatd.engine.client import EngineEvent
 from chatd.engine.messages import (
     Cancel,
     Done,
@@ -42,68 +39,14 @@ from chatd.errors import (
 )
 from chatd.protocol import Message, Params, Timings, Usage
 from chatd.sessions.conversation import Node, Owner, common_length, last_answer, log_between, pending_after
-from chatd.sessions.detokenizer import Detokenizer
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.model_profile import ModelProfile, draw_seed
+from chatd.sessions.ports import ChatEncoder, EngineGateway, Vocabulary
 from chatd.sessions.session import Session
 from chatd.sessions.stats import SessionStats, TurnObserver
 from chatd.sessions.turn import AnswerText, TextDelta, TokenLogprobs, Turn, TurnEnd, TurnSink
 
 _log = logging.getLogger(__name__)
-
-NO_TIMINGS = Timings(queue_ms=0.0, ttft_ms=0.0, prefill_tok_s=0.0, decode_tok_s=0.0, preemptions=0)
-
-
-class EngineGateway(Protocol):
-    """What sessions need of `engine.client.EngineClient`."""
-
-    @property
-    def ready(self) -> Ready | None:
-        """What the engine said when it was last ready."""
-        ...
-
-    def send(self, message: FrontMessage) -> None:
-        """Send without waiting; raises `Unavailable` where a `Submit` or `Fork` cannot be taken."""
-        ...
-
-    def batches(self) -> AsyncIterator[list[EngineEvent]]:
-        """Yield what each read brought."""
-        ...
-
-
-class ChatEncoder(Protocol):
-    """What sessions need of `sessions.prompt_encoder.PromptEncoder`."""
-
-    @property
-    def turn_end_id(self) -> int | None:
-        """The template's turn end; of the stop ids only this one stays in a session's ids."""
-        ...
-
-    @property
-    def stop_token_ids(self) -> frozenset[int]:
-        """The ids at which an answer ends."""
-        ...
-
-    def begin(self, system: str | None, messages: Sequence[Message], *, date: Date) -> list[int]:
-        """Return the ids of a whole conversation up to where the answer begins."""
-        ...
-
-    def extend(self, new_messages: Sequence[Message], *, answer_ended: bool, date: Date) -> list[int]:
-        """Return the ids to append after an answer, up to where the next one begins."""
-        ...
-
-
-class Vocabulary(Protocol):
-    """What sessions need of `sessions.tokenizer.ChatTokenizer`."""
-
-    @property
-    def token_bytes(self) -> Mapping[int, bytes]:
-        """The bytes of each token."""
-        ...
-
-    def detokenizer(self) -> Detokenizer:
-        """Return a detokenizer for one answer."""
-        ...
 
 
 class TurnRunner:
@@ -249,22 +192,18 @@ class TurnRunner:
             self._vocabulary.detokenizer(), turn.params.stop, frozenset(sampling.stop_token_ids), self._token_text
         )
         added: list[Node] = []
-        try:
-            conversation.head = parent
-            for message in messages:
-                added.append(
-                    conversation.add_message(self._new_id("msg"), message.role, message.content, conversation.head)
-                )
-            turn.answer = conversation.begin_answer(self._new_id("msg"), prompt_ids, sampling, turn.params.stop)
-            turn.first_node = added[0] if added else turn.answer
-            if turn.decided is None:
+        last = parent
+        for message in messages:
+            last = conversation.add_message(self._new_id("msg"), message.role, message.content, last)
+            added.append(last)
+        answer = conversation.begin_answer(self._new_id("msg"), last, prompt_ids, sampling, turn.params.stop)
+        turn.answer, turn.first_node = answer, added[0] if added else answer
+        if turn.decided is None:
+            try:
                 self._submit(turn)
-        except BaseException:
-            if turn.answer is not None and turn.first_node is not None:
+            except BaseException:
                 conversation.remove_from(turn.first_node, turn.previous_head)
-            else:
-                conversation.head = turn.previous_head
-            raise
+                raise
         self._stats.turns_started += 1
         for observer in self.observers:
             observer.turn_started(turn.session.owner)
@@ -302,11 +241,11 @@ class TurnRunner:
         lease.node, lease.num_tokens = answer, answer.num_tokens
         self._requests[request] = turn
 
-    def cancel(self, turn: Turn) -> None:
-        """End a turn as cancelled and keep what there is; nothing happens where it is ending already."""
+    def cancel(self, turn: Turn, reason: str | None = None) -> None:
+        """End a turn as cancelled, or for `reason`, and keep what there is; does nothing to one that ends already."""
         if turn.decided is not None:
             return
-        turn.decided = FinishReason.CANCELLED
+        turn.decided, turn.cancel_reason = FinishReason.CANCELLED, reason
         if turn.request is not None:
             self.send_about(Cancel(turn.request))
 
@@ -314,7 +253,7 @@ class TurnRunner:
         """Give up what the engine holds for an idle session; its next turn starts under a new lease."""
         assert session.turn is None, "a busy session's lease is released"
         lease = session.lease
-        if lease.epoch == self.epoch and lease.node is not None:
+        if lease.epoch == self.epoch and lease.node is not None and lease.fork_of is None:
             self.send_about(Release(lease.id))
         lease.id, lease.node, lease.num_tokens, lease.fork_of = new_lease, None, 0, None
         session.latest.tier = Tier.TOKENS
@@ -356,6 +295,7 @@ class TurnRunner:
         now = self._monotonic()
         if turn.first_token_at is None:
             turn.first_token_at = now
+            turn.session.latest.prefill = None
             for observer in self.observers:
                 observer.first_token(turn.session.owner, now - turn.accepted_at)
         else:
@@ -407,7 +347,6 @@ class TurnRunner:
         session = turn.session
         assert turn.first_node is not None, "a turn without a message fails"
         session.conversation.remove_from(turn.first_node, turn.previous_head)
-        session.title = turn.previous_title or ""
         self._free(turn)
         self._stats.turns_ended["failed"] += 1
         for observer in self.observers:
@@ -465,8 +404,9 @@ class TurnRunner:
             turn.params, num_prompt_tokens, num_output_tokens
         ):
             return str(FinishReason.CONTEXT)
-        # Only an answer whose end was decided here already can meet an engine that failed.
-        return str(FinishReason.CANCELLED if reason is FinishReason.FAILED else reason)
+        if reason is FinishReason.CANCELLED and turn.cancel_reason is not None:
+            return turn.cancel_reason
+        return str(reason)
 
     def _free(self, turn: Turn) -> None:
         """Let the session have its next turn."""

@@ -1,0 +1,216 @@
+"""What the engine says, brought to the turns and sessions that it is about. Sends nothing to the engine itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from chatd.engine.client import EngineDied, EngineEvent
+from chatd.engine.messages import (
+    Done,
+    EngineStats,
+    LeaseId,
+    LeaseLost,
+    LeaseTier,
+    PoolFrame,
+    Preempted,
+    Prefill,
+    Ready,
+    Started,
+    Tier,
+    TokenDelta,
+    Tokens,
+    Waiting,
+)
+from chatd.engine.plan import RequestId
+from chatd.errors import EngineError
+from chatd.protocol import ResponsePreempted, ResponsePrefill, ResponseQueued, ResponseResumed, SessionTier
+from chatd.sessions.conversation import Owner
+from chatd.sessions.session import Session
+from chatd.sessions.turns import TurnRunner, merge_tokens
+
+_log = logging.getLogger(__name__)
+
+
+class LeaseHolder(NamedTuple):
+    """To which session a row of the pool belongs; `hidden` ones were made by stateless requests."""
+
+    owner: Owner
+    session_id: str
+    title: str
+    hidden: bool
+
+
+class LeaseSessions(Mapping[LeaseId, LeaseHolder]):
+    """A live view of who holds which lease."""
+
+    def __init__(self, sessions: Mapping[LeaseId, Session]) -> None:
+        self._sessions = sessions
+
+    def __getitem__(self, lease: LeaseId) -> LeaseHolder:
+        session = self._sessions[lease]
+        return LeaseHolder(session.owner, session.id, session.title, session.hidden)
+
+    def __iter__(self) -> Iterator[LeaseId]:
+        return iter(self._sessions)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+
+PoolListener = Callable[[PoolFrame, LeaseSessions], None]
+
+
+class EngineEvents:
+    """Hands on what the engine says.
+
+    Args:
+        runner: Runs the turns.
+        by_lease: Every session, hidden ones too, by its lease; read at each message.
+    """
+
+    def __init__(self, runner: TurnRunner, by_lease: Mapping[LeaseId, Session]) -> None:
+        self.engine_stats: EngineStats | None = None
+        self.lease_sessions = LeaseSessions(by_lease)
+        self._runner = runner
+        self._by_lease = by_lease
+        self._pool_listeners: list[PoolListener] = []
+
+    def add_pool_listener(self, listener: PoolListener) -> Callable[[], None]:
+        """Call `listener` with every pool frame; returns what removes it."""
+        self._pool_listeners.append(listener)
+        return lambda: self._pool_listeners.remove(listener) if listener in self._pool_listeners else None
+
+    def take(self, batch: Sequence[EngineEvent]) -> None:
+        """Take in what one read brought; several steps' tokens of a request become one delta."""
+        merged: dict[RequestId, TokenDelta] = {}
+        for message in batch:
+            if type(message) is Tokens:
+                for delta in message.deltas:
+                    known = merged.get(delta.request)
+                    merged[delta.request] = delta if known is None else merge_tokens(known, delta)
+                continue
+            if merged:
+                self._take_tokens(merged, message)
+            try:
+                self._take(message)
+            except Exception:
+                _log.exception("a message of the engine could not be handled: %s", type(message).__name__)
+                self._fail_after_exception(getattr(message, "request", None))
+        for delta in merged.values():
+            self._take_delta(delta)
+
+    def _take_tokens(self, merged: dict[RequestId, TokenDelta], before: EngineEvent) -> None:
+        """Handle the tokens that have to come before a message."""
+        if isinstance(before, EngineDied):
+            deltas = list(merged.values())
+            merged.clear()
+        else:
+            delta = merged.pop(getattr(before, "request", RequestId(0)), None)
+            deltas = [] if delta is None else [delta]
+        for delta in deltas:
+            self._take_delta(delta)
+
+    def _take_delta(self, delta: TokenDelta) -> None:
+        try:
+            self._runner.on_tokens(delta.request, delta.ids, delta.logprobs)
+        except Exception:
+            _log.exception("tokens could not be handled")
+            self._fail_after_exception(delta.request)
+
+    def _fail_after_exception(self, request: RequestId | None) -> None:
+        """End the turn in which the front itself failed; every other one goes on."""
+        if request is None:
+            return
+        try:
+            self._runner.fail_request(request, EngineError("the answer could not be delivered", code="internal_error"))
+        except Exception:
+            _log.exception("a turn could not be ended")
+
+    def _take(self, message: EngineEvent) -> None:
+        match message:
+            case Done():
+                self._runner.on_done(message)
+            case Started():
+                self._on_started(message)
+            case Prefill():
+                self._on_prefill(message)
+            case Waiting():
+                self._on_waiting(message)
+            case Preempted():
+                self._on_preempted(message)
+            case LeaseLost():
+                self._runner.on_lease_lost(message.request)
+            case LeaseTier():
+                self._on_tier(message)
+            case PoolFrame():
+                self._on_pool(message)
+            case EngineStats():
+                self.engine_stats = message
+            case Ready():
+                self._runner.on_ready(message)
+            case EngineDied():
+                self._on_died(message)
+            case _:
+                pass
+
+    def _on_started(self, message: Started) -> None:
+        turn = self._runner.turn_of(message.request)
+        if turn is None:
+            return
+        turn.num_cached_tokens = message.num_cached_tokens
+        session = turn.session
+        session.latest.queued = None
+        self._set_tier(session, Tier.DEVICE, "used")
+        self._tell_prefill(session, message.num_cached_tokens, message.num_prompt_tokens, message.num_cached_tokens)
+
+    def _on_prefill(self, message: Prefill) -> None:
+        turn = self._runner.turn_of(message.request)
+        if turn is not None:
+            self._tell_prefill(turn.session, message.done, message.total, turn.num_cached_tokens)
+
+    def _tell_prefill(self, session: Session, done: int, total: int, cached: int) -> None:
+        session.latest.prefill = {"done": done, "total": total, "cached": cached}
+        session.tell(ResponsePrefill(session=session.id, done=done, total=total, cached=cached))
+
+    def _on_waiting(self, message: Waiting) -> None:
+        turn = self._runner.turn_of(message.request)
+        if turn is not None:
+            turn.session.latest.queued = {"position": message.position, "why": str(message.why)}
+            turn.session.tell(ResponseQueued(session=turn.session.id, position=message.position, why=str(message.why)))
+
+    def _on_preempted(self, message: Preempted) -> None:
+        turn = self._runner.turn_of(message.request)
+        if turn is not None:
+            event = ResponseResumed if message.resumed else ResponsePreempted
+            turn.session.tell(event(session=turn.session.id))
+
+    def _on_tier(self, message: LeaseTier) -> None:
+        session = self._by_lease.get(message.lease)
+        if session is not None:
+            self._set_tier(session, message.tier, message.why)
+
+    def _set_tier(self, session: Session, tier: Tier, why: str) -> None:
+        if session.latest.tier is not tier:
+            session.latest.tier = tier
+            session.tell(SessionTier(session=session.id, tier=str(tier), why=why))
+
+    def _on_died(self, message: EngineDied) -> None:
+        self._runner.on_died(message.reason)
+        for session in list(self._by_lease.values()):
+            session.latest.blocks_held = session.latest.blocks_shared = 0
+            self._set_tier(session, Tier.TOKENS, "restart")
+
+    def _on_pool(self, frame: PoolFrame) -> None:
+        for row in frame.leases:
+            session = self._by_lease.get(row.lease)
+            if session is None:
+                continue
+            latest = session.latest
+            if (latest.blocks_held, latest.blocks_shared) != (row.num_blocks, row.num_shared):
+                latest.blocks_held, latest.blocks_shared = row.num_blocks, row.num_shared
+                if session.num_attached:
+                    session.emit_usage()
+        for listener in list(self._pool_listeners):
+            listener(frame, self.lease_sessions)
