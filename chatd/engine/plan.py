@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import NewType, Protocol
 
 from chatd.engine.sampling import SamplingParams
+from chatd.kvcache.block import BlockId as BlockId
 
 RequestId = NewType("RequestId", int)
-BlockId = NewType("BlockId", int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class Chunk:
         request_id: Whose rows these are.
         start: The position of the first row; everything before it is in the block table's slots.
         token_ids: The rows' tokens.
-        block_ids: The block table up to and including the block of the last row.
+        block_ids: The block table up to and including the block of the last row. The table's own list, not a copy:
+            it does not change until the plan is committed or discarded, and is not to be kept beyond that.
         sample: Set where the last row's logits are drawn from.
     """
 

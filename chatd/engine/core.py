@@ -1,0 +1,332 @@
+"""The engine without its process: messages in, steps, messages out.
+
+```
+core.handle(message, now)  -> messages     what the front asked
+core.step(now)             -> messages     plan, run, commit; where the runner raises: discard, and find the culprit
+core.idle(now)             -> messages     what is due while nothing runs, and a slice of the invariants
+```
+Plain and synchronous. It knows no wall clock (`now` is given; `clock` only stamps what is reported), no randomness, no
+torch: the runner is injected. So a seed replays it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+import xxhash
+
+from chatd.engine import invariants
+from chatd.engine.engine_config import EngineConfig as EngineConfig
+from chatd.engine.engine_config import TenantLimits as TenantLimits
+from chatd.engine.messages import (
+    Cancel,
+    Done,
+    EngineMessage,
+    EngineStats,
+    Finish,
+    FinishReason,
+    Fork,
+    FrontMessage,
+    LeaseId,
+    LeaseLost,
+    LeaseTier,
+    Ping,
+    Pong,
+    PoolFrame,
+    Release,
+    RequestTimings,
+    Retain,
+    Shutdown,
+    Submit,
+    Tier,
+    Tokens,
+    Trim,
+    WatchPool,
+)
+from chatd.engine.plan import Plan, RequestId, Runner
+from chatd.engine.reports import Reporter
+from chatd.engine.request import Request, check_fits, stop_ids_of
+from chatd.engine.scheduler import Decision as Decision
+from chatd.engine.scheduler import Scheduler
+from chatd.errors import ChatdError, Conflict, InvalidRequest, NotFound, Unavailable
+from chatd.kvcache.block_pool import BlockPool
+from chatd.kvcache.leases import Lease, LeaseState, LeaseTable
+from chatd.kvcache.manager import KVCacheManager
+from chatd.kvcache.prefix_index import MAX_ENTRIES_PER_KEY, HashFunction, PrefixIndex
+
+PUBLIC_TENANT = ""
+"""As `Submit.tenant`: a system request, whose blocks every tenant may reuse. No key belongs to it."""
+
+_NO_TIME = RequestTimings(0.0, 0.0, 0.0, 0, 0)
+_log = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Runs requests on one runner and one pool.
+
+    Args:
+        config: Numbers, limits, namespace.
+        runner: Executes plans.
+        clock: Seconds; stamps ends of steps in what is reported and is never decided by.
+        log: Receives every decision of the scheduler.
+        hash_function: Of the prefix index; any function is right.
+        max_entries_per_key: Of the prefix index.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        clock: Callable[[], float],
+        *,
+        log: Callable[[Decision], None] | None = None,
+        hash_function: HashFunction = xxhash.xxh3_128_digest,
+        max_entries_per_key: int = MAX_ENTRIES_PER_KEY,
+    ) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_blocks, PrefixIndex(hash_function, max_entries_per_key))
+        for tenant, limits in config.tenants.items():
+            self.pool.account(tenant, limits.weight, limits.floor_blocks)
+        self.kv = KVCacheManager(self.pool, config.block_size, config.namespace)
+        self.leases = LeaseTable(self.kv, config.max_leases, config.max_lease_tokens)
+        self.scheduler = Scheduler(config, self.kv, self.leases, log)
+        self.is_shutting_down = False
+        self._runner = runner
+        self._clock = clock
+        self._reporter = Reporter(self.scheduler, config.waiting_interval_s)
+        # Groups of requests whose common step failed, to be tried apart; the last one is next.
+        self._suspects: list[list[RequestId]] = []
+        self._checking: Iterator[None] | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to compute."""
+        return bool(self.scheduler.requests)
+
+    def handle(self, message: FrontMessage, now: float) -> list[EngineMessage]:
+        """Do what the front asks, between two steps; never raises on what a message says."""
+        self._checking = None
+        self._reporter.mark_changed()
+        match message:
+            case Submit():
+                self._submit(message, now)
+            case Cancel():
+                request = self.scheduler.requests.get(message.request)
+                if request is not None:
+                    self.scheduler.cancel(request, now)
+            case Finish():
+                self._finish(message, now)
+            case Fork():
+                self._fork(message)
+            case Trim():
+                lease = self.leases.get(message.lease)
+                if lease is not None and self._request_on(lease) is None:
+                    self.leases.trim(lease, max(0, message.length))
+            case Release():
+                self._release(message, now)
+            case Retain():
+                lease = self.leases.get(message.lease)
+                if lease is not None:
+                    self.leases.set_attached(lease, message.attached)
+            case WatchPool():
+                self._reporter.watch(message)
+            case Ping():
+                self.scheduler.outbox.append(Pong(message.nonce))
+            case Shutdown():
+                self.is_shutting_down = True
+        return self._drain(now)
+
+    def step(self, now: float) -> list[EngineMessage]:
+        """Compute one step and return what it says; an exception of the runner costs at most one request."""
+        self._checking = None
+        started = self._clock()
+        suspects = self._suspects[-1] if self._suspects else None
+        plan = self.scheduler.plan(now, suspects)
+        if plan is None:
+            if suspects is not None:
+                self._suspects.pop()
+            return self._drain(now, planned=True)
+        try:
+            output = self._runner.execute(plan)
+        except Exception as error:
+            self.scheduler.discard(plan)
+            self._reporter.num_failed_steps += 1
+            self._isolate(plan, error, now)
+        else:
+            ended = self._clock()
+            self.scheduler.commit(plan, output, ended)
+            if suspects is not None:
+                self._suspects.pop()
+            num_output = sum(len(m.deltas) for m in self.scheduler.outbox if isinstance(m, Tokens))
+            self._reporter.count_step(now, self._clock() - started, output.model_s, num_output)
+        self._reporter.mark_changed()
+        return self._drain(now, planned=True)
+
+    def idle(self, now: float) -> list[EngineMessage]:
+        """Return what is due, and check a slice of the invariants; for an engine without work."""
+        if self._checking is None:
+            self._checking = invariants.slices(self.scheduler)
+        try:
+            next(self._checking, None)
+        except AssertionError:
+            _log.exception("an invariant is broken; all KV is dropped and computed again where it is needed")
+            self._reporter.integrity_errors += 1
+            self._reporter.mark_changed()
+            if not self.scheduler.requests:
+                self._reset()
+        return self._drain(now)
+
+    def next_due(self) -> float | None:
+        """Return the `now` at which `idle` will have something to send, or None."""
+        return self._reporter.next_due()
+
+    def pool_frame(self, now: float) -> PoolFrame:
+        """Return the pool as it is, with what was asked for by the last `WatchPool`."""
+        return self._reporter.frame(now)
+
+    def stats(self) -> EngineStats:
+        """Return the counters since start."""
+        return self._reporter.stats()
+
+    def check_invariants(self) -> None:
+        """Check everything between two steps.
+
+        Raises:
+            AssertionError: Names what is broken.
+        """
+        invariants.check(self.scheduler)
+
+    # The front's verbs.
+
+    def _submit(self, message: Submit, now: float) -> None:
+        if message.request in self.scheduler.requests:
+            _log.error("request id %d is in use; the submission is dropped", message.request)
+            return
+        tenant = None if message.tenant == PUBLIC_TENANT else message.tenant
+        lease = self.leases.get(message.lease)
+        held = 0 if lease is None else len(lease.token_ids)
+        if lease is not None and lease.tenant == tenant and self._request_on(lease) is not None:
+            self._refuse(message, Conflict(f"lease {message.lease} has a request already"))
+        elif lease is not None and lease.tenant != tenant:
+            self._refuse(message, NotFound(f"lease {message.lease} is not known"))
+        elif held < message.base_len:
+            self.scheduler.outbox.append(LeaseLost(message.request, message.lease))
+        else:
+            try:
+                self._check(message, tenant)
+                request = self._open(message, tenant, lease, now)
+            except ChatdError as error:
+                self._refuse(message, error)
+            else:
+                self.scheduler.submit(request)
+
+    def _check(self, message: Submit, tenant: str | None) -> None:
+        config, ids = self.config, message.new_ids
+        if message.base_len < 0 or message.base_len + len(ids) == 0:
+            raise InvalidRequest("0 tokens to go on from, the least is 1", param="input")
+        limit = config.vocab_size or 2**31
+        if ids and not 0 <= min(ids) <= max(ids) < limit:
+            raise InvalidRequest(f"token ids are {min(ids)} to {max(ids)}, the limit is {limit - 1}", param="input")
+        check_fits(
+            message.base_len + len(ids),
+            max_model_len=config.max_model_len,
+            usable_blocks=config.usable_blocks(tenant),
+            block_size=config.block_size,
+        )
+        if len(self.scheduler.waiting) >= config.max_waiting:
+            raise Unavailable(f"{config.max_waiting} requests wait already (max_waiting)", retry_after_ms=1000)
+
+    def _open(self, message: Submit, tenant: str | None, lease: Lease | None, now: float) -> Request:
+        if lease is None:
+            lease = self.leases.open(message.lease, tenant)
+            if lease is None:
+                raise Unavailable(f"{self.config.max_leases} leases are in use (max_leases)", retry_after_ms=1000)
+        else:
+            self.leases.set_state(lease, LeaseState.ACTIVE)
+            self.leases.trim(lease, message.base_len)
+        self.leases.extend(lease, message.new_ids)
+        return Request(
+            message.request,
+            lease,
+            message.params,
+            message.request_class,
+            keep_lease=message.keep_lease,
+            stop_ids=stop_ids_of(message.params, self.config.eos_token_ids),
+            arrival_s=now,
+        )
+
+    def _finish(self, message: Finish, now: float) -> None:
+        request = self.scheduler.requests.get(message.request)
+        lease = self.leases.get(message.lease)
+        if request is not None:
+            self.scheduler.finish(request, message.length, now)
+        elif lease is not None and self._request_on(lease) is None:
+            self.leases.trim(lease, max(0, message.length))
+
+    def _fork(self, message: Fork) -> None:
+        lease = self.leases.get(message.lease)
+        if lease is None or self.leases.get(message.new_lease) is not None:
+            return
+        if not 0 <= message.at <= len(lease.token_ids):
+            return  # As any lease that is not known, the new one is answered with `LeaseLost`.
+        fork = self.leases.fork(lease, message.new_lease, message.at)
+        if fork is not None:
+            self.leases.set_idle(fork)
+
+    def _release(self, message: Release, now: float) -> None:
+        lease = self.leases.get(message.lease)
+        if lease is None:
+            return
+        request = self._request_on(lease)
+        if request is not None:
+            self.scheduler.cancel(request, now)
+        self.leases.close(lease)
+
+    def _request_on(self, lease: Lease) -> Request | None:
+        if lease.state in (LeaseState.IDLE, LeaseState.ATTACHED):
+            return None
+        return next((r for r in self.scheduler.requests.values() if r.lease is lease), None)
+
+    def _refuse(self, message: Submit, error: ChatdError) -> None:
+        self.scheduler.outbox.append(
+            Done(message.request, FinishReason.FAILED, 0, 0, 0, _NO_TIME, error.error_code, error.message)
+        )
+
+    # What goes wrong, and what goes out.
+
+    def _isolate(self, plan: Plan, error: Exception, now: float) -> None:
+        """Halve the requests of a failed step until the culprit fails alone."""
+        if self._suspects:
+            self._suspects.pop()
+        planned = [chunk.request_id for chunk in plan.chunks]
+        if len(planned) > 1:
+            middle = len(planned) // 2
+            self._suspects += [planned[middle:], planned[:middle]]
+            _log.warning("step %d failed with %d requests, retrying in halves", plan.step, len(planned), exc_info=error)
+            return
+        _log.error("step %d failed with request %d alone", plan.step, planned[0], exc_info=error)
+        request = self.scheduler.requests.get(planned[0])
+        if request is not None:
+            # The error's text may quote what others computed, so the front is told its kind only.
+            self.scheduler.fail(request, f"the model could not compute this request ({type(error).__name__})", now)
+
+    def _reset(self) -> None:
+        """Drop all KV and start over with an empty pool; every lease keeps its ids."""
+        old = self.pool
+        fresh = BlockPool(self.config.num_blocks, PrefixIndex(old.index.hash_function, old.index.max_entries_per_key))
+        for account in old.accounts:
+            fresh.account(account.tenant, account.weight, account.floor)
+        fresh.num_evictions = old.num_evictions
+        self.pool = fresh
+        self.kv.use_pool(fresh)
+        self.leases.drop_all()
+        for lease in self.leases:
+            self.scheduler.outbox.append(LeaseTier(LeaseId(lease.lease_id), Tier.TOKENS, "policy", 0))
+        self._checking = None
+
+    def _drain(self, now: float, *, planned: bool = False) -> list[EngineMessage]:
+        outbox = self.scheduler.outbox
+        messages = [*outbox, *self._reporter.tiers(), *self._reporter.due(now, planned=planned)]
+        outbox.clear()
+        return messages

@@ -1,0 +1,101 @@
+"""What the engine core is built with. Numbers in; where they come from is the process's business."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from chatd.engine.cost_model import CostParameters
+from chatd.errors import ConfigError
+from chatd.kvcache.prefix_index import Namespace
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """A tenant's part of the engine.
+
+    Attributes:
+        weight: Of service tokens, slots and blocks, relative to the other tenants.
+        floor_blocks: Resident blocks that no other tenant can take.
+    """
+
+    weight: float = 1.0
+    floor_blocks: int = 0
+
+
+_DEFAULT_LIMITS = TenantLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The engine core's configuration.
+
+    Attributes:
+        num_blocks: Of the pool.
+        namespace: Identity of the KV that this engine computes; its `tenant` is not used.
+        max_model_len: Tokens of a context; lowered to what the pool holds beside all floors.
+        block_size: Tokens of a block.
+        max_num_seqs: Requests that run at a time.
+        max_num_batched_tokens: Rows of one step.
+        max_waiting: Requests that wait at a time; more are refused.
+        itl_ratio: A step with prefill takes at most this many times what its decodes alone would take.
+        target_step_s: But a step may always take this long.
+        cost: What steps are assumed to take until they were measured.
+        tenants: Limits of the tenants that have their own; others have weight 1 and no floor.
+        eos_token_ids: The model's stop ids, which do not end an answer with `ignore_eos`; where empty, no id does.
+        vocab_size: Ids are below this; 0 does not check.
+        max_leases: Sessions whose ids the engine keeps; beyond, the longest idle is forgotten.
+        max_lease_tokens: Likewise for the sum of their ids (4 bytes each).
+        waiting_interval_s: A request's place in its queue is told no more often than this.
+    """
+
+    num_blocks: int
+    namespace: Namespace
+    max_model_len: int
+    block_size: int = 16
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_waiting: int = 4096
+    itl_ratio: float = 2.0
+    target_step_s: float = 0.0
+    cost: CostParameters = field(default_factory=CostParameters)
+    tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
+    eos_token_ids: frozenset[int] = frozenset()
+    vocab_size: int = 0
+    max_leases: int = 16384
+    max_lease_tokens: int = 64 * 2**20
+    waiting_interval_s: float = 0.25
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            ConfigError: Names the field, its value and its range.
+        """
+        for name in ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_leases", "max_lease_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, the least is 1", param=name)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, the least is {self.max_num_seqs}"
+                " (max_num_seqs): each running request computes a row in a step",
+                param="max_num_batched_tokens",
+            )
+        floors = sum(limits.floor_blocks for limits in self.tenants.values())
+        if floors * 2 > self.num_blocks:
+            raise ConfigError(
+                f"tenants' floors are {floors} blocks, the most is half of the pool's {self.num_blocks}",
+                param="tenants",
+            )
+        room = (self.num_blocks - floors) * self.block_size
+        if room < self.max_model_len:
+            object.__setattr__(self, "max_model_len", room)
+
+    def limits(self, tenant: str | None) -> TenantLimits:
+        """Return a tenant's limits."""
+        return self.tenants.get(tenant, _DEFAULT_LIMITS) if tenant is not None else _DEFAULT_LIMITS
+
+    def usable_blocks(self, tenant: str | None) -> int:
+        """Return the blocks that a tenant's requests can get when nobody else runs."""
+        floors = sum(limits.floor_blocks for name, limits in self.tenants.items() if name != tenant)
+        return self.num_blocks - floors

@@ -1,0 +1,158 @@
+"""What must always hold in the engine (the numbers are those of the design), checked from outside.
+
+`check` is one pass; `slices` does the same work in short pieces for an engine that is idle. Both only read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from chatd.engine.request import RequestStatus
+from chatd.engine.scheduler import Scheduler
+from chatd.kvcache.block import KVCacheBlock
+from chatd.kvcache.block_pool import ACTIVE, CACHED, EMPTY, NOBODY, SHARED, Account, BlockPool
+from chatd.kvcache.leases import Lease, LeaseState, LeaseTable
+
+SLICE_UNITS = 2000
+
+
+def check(scheduler: Scheduler) -> None:
+    """Check everything between two steps.
+
+    Raises:
+        AssertionError: Names the invariant and the thing that breaks it.
+    """
+    for _ in _steps(scheduler):
+        pass
+
+
+def slices(scheduler: Scheduler) -> Iterator[None]:
+    """Check everything, `SLICE_UNITS` blocks or table entries between two yields; state must not change meanwhile.
+
+    Raises:
+        AssertionError: As `check`.
+    """
+    units = 0
+    for cost in _steps(scheduler):
+        units += cost
+        if units >= SLICE_UNITS:
+            units = 0
+            yield
+
+
+def _steps(scheduler: Scheduler) -> Iterator[int]:
+    pool, leases = scheduler.kv.pool, scheduler.leases
+    expected = [0] * pool.num_blocks
+    for lease in leases:
+        _check_lease(scheduler, lease, expected)
+        yield len(lease.table.block_ids)
+    yield from _check_requests(scheduler, leases)
+    yield from _check_blocks(pool, expected)
+    yield from _check_queues(pool)
+    yield from _check_index(pool)
+
+
+def _check_lease(scheduler: Scheduler, lease: Lease, expected: list[int]) -> None:
+    pool, table, size = scheduler.kv.pool, lease.table, scheduler.config.block_size
+    computed = table.num_computed_tokens
+    assert computed <= len(lease.token_ids), f"lease {lease.lease_id} computed {computed} of {len(lease.token_ids)}"
+    assert len(table.block_ids) == -(-computed // size), f"lease {lease.lease_id} holds blocks that it does not need"
+    assert table.num_registered_blocks <= computed // size, f"I7: lease {lease.lease_id} registered what is not full"
+    for block_id in table.block_ids:
+        expected[block_id] += 1
+        entry = pool.blocks[block_id].entry
+        if entry is not None:
+            assert entry.namespace == table.namespace or pool.blocks[block_id].account is pool.public, (
+                f"I9: lease {lease.lease_id} holds block {block_id} of another namespace"
+            )
+    for _, block_id in table.adoptions:
+        expected[block_id] += 1
+
+
+def _check_requests(scheduler: Scheduler, leases: LeaseTable) -> Iterator[int]:
+    running, waiting = set(scheduler.running), set(scheduler.waiting)
+    assert not running & waiting, "I13: a request waits and runs"
+    assert running | waiting == set(scheduler.requests.values()), "I13: a request is nowhere"
+    assert len(running) == len(scheduler.running), "I13: a request runs twice"
+    assert len(running) <= scheduler.config.max_num_seqs, f"{len(running)} requests run"
+    assert len(scheduler.waiting) == len(waiting), "I13: a request waits twice"
+    for request in scheduler.requests.values():
+        is_running = request in running
+        assert leases.get(request.lease.lease_id) is request.lease, f"{request}'s lease is closed"
+        assert (request.status is RequestStatus.RUNNING) == is_running, f"I13: {request} is in the wrong state"
+        state = LeaseState.ACTIVE if is_running else LeaseState.QUEUED
+        assert request.lease.state is state, f"{request}'s lease is {request.lease.state}"
+        assert not is_running or request.num_remaining_tokens >= 1, f"I8: {request} has nothing to compute"
+    busy = {request.lease.lease_id for request in scheduler.requests.values()}
+    assert len(busy) == len(scheduler.requests), "two requests on one lease"
+    idle = sum(lease.state in (LeaseState.IDLE, LeaseState.ATTACHED) for lease in leases)
+    assert idle + len(busy) == len(leases), "a lease is neither idle nor in use"
+    assert leases.num_tokens == sum(len(lease.token_ids) for lease in leases), "the sum of the leases' ids is wrong"
+    yield len(scheduler.requests)
+
+
+def _check_blocks(pool: BlockPool, expected: list[int]) -> Iterator[int]:
+    states, owners = pool.states, pool.owners
+    num_active = dict.fromkeys([*pool.accounts, pool.public], 0)
+    num_shared = num_registered = 0
+    for block, count in zip(pool.blocks, expected, strict=True):
+        ref_count = block.ref_count
+        assert ref_count == count, f"I2: {block} is held {count} times"
+        assert (block.prev is not None) == (ref_count == 0), f"I3: {block} is in a queue and held, or in neither"
+        if block.entry is not None:
+            num_registered += 1
+            assert block.entry.block_id == block.block_id, f"I5: {block}'s entry names block {block.entry.block_id}"
+        state = _state_of(block)
+        assert states[block.block_id] == state, f"{block} is shown as {states[block.block_id]}"
+        account = block.account
+        assert (account is None) == (state == EMPTY), f"{block} is charged to {account}"
+        assert owners[block.block_id] == (NOBODY if account is None else account.index), f"{block}'s owner is wrong"
+        if account is not None and ref_count:
+            num_active[account] += 1
+            num_shared += ref_count > 1
+        if block.block_id % SLICE_UNITS == 0:
+            yield SLICE_UNITS
+    assert num_registered == len(pool.index), f"I5: {len(pool.index)} entries for {num_registered} blocks"
+    assert num_shared == pool.num_shared, f"{num_shared} blocks are shared, the pool counts {pool.num_shared}"
+    assert sum(num_active.values()) == pool.num_active, "I1: free + cached + in use is not all"
+    for account, number in num_active.items():
+        assert number == account.num_active, f"I1: {account.tenant} has {number} blocks, not {account.num_active}"
+
+
+def _state_of(block: KVCacheBlock) -> int:
+    if block.ref_count:
+        return ACTIVE if block.ref_count == 1 else SHARED
+    return EMPTY if block.entry is None else CACHED
+
+
+def _check_queues(pool: BlockPool) -> Iterator[int]:
+    accounts: list[Account | None] = [None, pool.public, *pool.accounts]
+    for account in accounts:
+        queue = pool.empty if account is None else account.cached
+        length = 0
+        for block in queue:
+            length += 1
+            assert length <= len(queue), "I3: a queue is longer than it counts"
+            assert block.ref_count == 0, f"I3: {block} is in a queue"
+            assert (block.entry is None) == (account is None), f"{block} is in the wrong queue"
+            assert block.account is account, f"{block} is in another account's queue"
+        assert length == len(queue), f"I3: a queue counts {len(queue)} and has {length}"
+        yield length
+    cached = sum(len(account.cached) for account in accounts if account is not None)
+    assert cached == pool.num_cached, f"I1: {cached} blocks are cached, the pool counts {pool.num_cached}"
+    for owner in pool.accounts:
+        if owner.cached:
+            assert owner.heap_key is not None, f"{owner.tenant} has cached blocks that nobody could take"
+            assert owner.heap_key <= -owner.over_share, f"{owner.tenant} is further down than it should be"
+
+
+def _check_index(pool: BlockPool) -> Iterator[int]:
+    for number, entry in enumerate(pool.index):
+        block = pool.blocks[entry.block_id]
+        assert block.entry is entry, f"I5: entry {entry.serial} is not its block's"
+        if entry.parent is not None:
+            parent = pool.blocks[entry.parent.block_id]
+            assert parent.entry is entry.parent, f"I6: block {entry.block_id} hangs on a block that is gone"
+            assert not block.ref_count or parent.ref_count, f"block {entry.block_id} is held, its parent is not"
+        if number % SLICE_UNITS == 0:
+            yield SLICE_UNITS

@@ -1,0 +1,208 @@
+"""What the engine tells about itself: pool frames, counters, places in queues, tiers of leases. Decides nothing."""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from collections import deque
+
+from chatd.engine.fairness import Tenant
+from chatd.engine.messages import (
+    EngineMessage,
+    EngineStats,
+    LeaseId,
+    LeasePool,
+    LeaseTier,
+    PoolFrame,
+    TenantPool,
+    Tier,
+    Waiting,
+    WaitReason,
+    WatchPool,
+)
+from chatd.engine.request import RequestStatus
+from chatd.engine.scheduler import Scheduler, TenantCounts
+from chatd.kvcache.block_pool import SHARED
+from chatd.kvcache.leases import Lease, LeaseState
+
+STATS_INTERVAL_S = 1.0
+_RATE_WINDOW_S = 5.0
+_NO_COUNTS = TenantCounts()
+
+
+def tier_of(lease: Lease) -> Tier:
+    """Return where most of a lease's KV is."""
+    return Tier.DEVICE if 2 * lease.table.num_computed_tokens >= len(lease.token_ids) else Tier.TOKENS
+
+
+class Reporter:
+    """Makes the messages that are due.
+
+    Args:
+        scheduler: What is told about.
+        waiting_interval_s: Places in queues are told no more often than this.
+    """
+
+    def __init__(self, scheduler: Scheduler, waiting_interval_s: float) -> None:
+        self._scheduler = scheduler
+        self._waiting_interval_s = waiting_interval_s
+        self._waiting_at = -math.inf
+        self._watch = WatchPool(0.0)
+        self._frame_at = -math.inf
+        self._stats_at = -math.inf
+        self._frame_changed = self._stats_changed = False
+        self._output: deque[tuple[float, int]] = deque()
+        self._num_output = 0
+        self.steps = 0
+        self.num_failed_steps = 0
+        self.integrity_errors = 0
+        self.step_s = self.model_s = 0.0
+
+    def watch(self, watch: WatchPool) -> None:
+        """Change how often frames are sent and what is in them; the next one is due at once."""
+        self._watch = watch
+        self._frame_at = -math.inf
+        self._frame_changed = True
+
+    def mark_changed(self) -> None:
+        """Note that something happened which frames and counters may show."""
+        self._frame_changed = self._stats_changed = True
+
+    def count_step(self, now: float, step_s: float, model_s: float, num_output: int) -> None:
+        """Count a committed step."""
+        self.steps += 1
+        self.step_s += step_s
+        self.model_s += model_s
+        if num_output:
+            self._output.append((now, num_output))
+            self._num_output += num_output
+
+    def due(self, now: float, *, planned: bool) -> list[EngineMessage]:
+        """Return the messages that are due; places in queues only after a plan, which may have emptied them."""
+        messages: list[EngineMessage] = []
+        if planned and now - self._waiting_at >= self._waiting_interval_s and self._scheduler.waiting:
+            self._waiting_at = now
+            messages += self._waiting()
+        if self._frame_changed and 0 < self._watch.interval_s <= now - self._frame_at:
+            self._frame_at, self._frame_changed = now, False
+            messages.append(self.frame(now))
+        if self._stats_changed and now - self._stats_at >= STATS_INTERVAL_S:
+            self._stats_at, self._stats_changed = now, False
+            messages.append(self.stats())
+        return messages
+
+    def next_due(self) -> float | None:
+        """Return when `due` will have something although nothing happens before, or None."""
+        times = []
+        if self._frame_changed and self._watch.interval_s > 0:
+            times.append(self._frame_at + self._watch.interval_s)
+        if self._stats_changed:
+            times.append(self._stats_at + STATS_INTERVAL_S)
+        return min(times, default=None)
+
+    def tiers(self) -> list[EngineMessage]:
+        """Return a line for each lease that lost KV, or has it back, since the last call."""
+        leases = self._scheduler.leases
+        messages: list[EngineMessage] = []
+        for lease in leases.shrunk.values():
+            tier = tier_of(lease)
+            lease.is_told_lost = tier is not Tier.DEVICE
+            messages.append(LeaseTier(LeaseId(lease.lease_id), tier, "pressure", lease.table.num_computed_tokens))
+        leases.shrunk.clear()
+        for lease in leases.used.values():
+            if lease.is_told_lost and tier_of(lease) is Tier.DEVICE:
+                lease.is_told_lost = False
+                messages.append(
+                    LeaseTier(LeaseId(lease.lease_id), Tier.DEVICE, "used", lease.table.num_computed_tokens)
+                )
+        leases.used.clear()
+        return messages
+
+    def stats(self) -> EngineStats:
+        """Return the counters."""
+        return EngineStats(
+            self.steps,
+            self.step_s,
+            self.model_s,
+            self._scheduler.num_preemptions,
+            self.num_failed_steps,
+            self.integrity_errors,
+        )
+
+    def frame(self, now: float) -> PoolFrame:
+        """Return the pool as it is between two steps."""
+        scheduler, watch = self._scheduler, self._watch
+        pool = scheduler.kv.pool
+        while self._output and self._output[0][0] <= now - _RATE_WINDOW_S:
+            self._num_output -= self._output.popleft()[1]
+        return PoolFrame(
+            step=scheduler.step,
+            num_blocks=pool.num_blocks,
+            num_free=len(pool.empty),
+            num_cached=pool.num_cached,
+            num_active=pool.num_active,
+            num_shared=pool.num_shared,
+            num_evictions=pool.num_evictions,
+            output_tokens_per_s=self._num_output / _RATE_WINDOW_S,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            tenants=self._tenants(),
+            leases=[self._lease(lease) for lease in scheduler.leases] if watch.with_leases else [],
+            states=bytes(pool.states) if watch.with_map else b"",
+            owners=_little_endian(pool.owners) if watch.with_map else b"",
+        )
+
+    def _tenants(self) -> list[TenantPool]:
+        scheduler = self._scheduler
+        running: dict[Tenant, int] = {}
+        waiting: dict[Tenant, int] = {}
+        for request in scheduler.requests.values():
+            counted = running if request.status is RequestStatus.RUNNING else waiting
+            counted[request.tenant] = counted.get(request.tenant, 0) + 1
+        rows = []
+        for account in scheduler.kv.pool.accounts:
+            counts = scheduler.counts.get(account.tenant, _NO_COUNTS)
+            rows.append(
+                TenantPool(
+                    account.tenant or "",
+                    account.num_active,
+                    len(account.cached),
+                    running.get(account.tenant, 0),
+                    waiting.get(account.tenant, 0),
+                    counts.prompt_tokens,
+                    counts.cached_tokens,
+                    counts.output_tokens,
+                )
+            )
+        return rows
+
+    def _lease(self, lease: Lease) -> LeasePool:
+        states = self._scheduler.kv.pool.states
+        return LeasePool(
+            LeaseId(lease.lease_id),
+            lease.tenant or "",
+            len(lease.table.block_ids),
+            sum(states[block_id] == SHARED for block_id in lease.table.block_ids),
+            len(lease.token_ids),
+            tier_of(lease),
+            lease.state in (LeaseState.ACTIVE, LeaseState.QUEUED),
+        )
+
+    def _waiting(self) -> list[EngineMessage]:
+        messages: list[EngineMessage] = []
+        heads: dict[Tenant, WaitReason] = {}
+        for request, position in self._scheduler.waiting.positions():
+            # Whoever stands behind waits for what the first one waits for.
+            why = heads.setdefault(request.tenant, request.why)
+            if request.told != (position, why):
+                request.told = (position, why)
+                messages.append(Waiting(request.request_id, position, why))
+        return messages
+
+
+def _little_endian(numbers: array[int]) -> bytes:
+    if sys.byteorder == "big":
+        numbers = numbers[:]
+        numbers.byteswap()
+    return numbers.tobytes()

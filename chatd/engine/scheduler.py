@@ -1,0 +1,469 @@
+"""Which requests compute what in each step: plan, commit, discard.
+
+There are no phases: a request has `num_tokens` and `num_computed_tokens`, and a step computes the difference, or as
+much of it as there is room for. Each decode gets its row first; the rest of the step goes to prefills and admissions.
+Nothing that a plan takes can be seen by others before commit, and discard gives it back.
+
+The scheduler knows no clock (`now` is given), no randomness, no torch and no pipe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from chatd.engine.cost_model import CostModel, StepRoom, num_pairs
+from chatd.engine.engine_config import EngineConfig
+from chatd.engine.fairness import (
+    CACHED_TOKEN_COST,
+    OUTPUT_TOKEN_COST,
+    PROMPT_TOKEN_COST,
+    ClassShares,
+    Tenant,
+    VirtualCounters,
+    WaitingRequests,
+)
+from chatd.engine.messages import (
+    Done,
+    EngineMessage,
+    FinishReason,
+    Preempted,
+    Prefill,
+    Started,
+    TokenDelta,
+    Tokens,
+    WaitReason,
+)
+from chatd.engine.plan import BlockCopy, Chunk, Plan, RequestId, StepOutput
+from chatd.engine.preemption import choose_over_block_share, choose_over_slot_share, choose_victim
+from chatd.engine.prefill_order import PrefillOrder
+from chatd.engine.request import Request, RequestStatus
+from chatd.errors import EngineError
+from chatd.kvcache.block import BlockId
+from chatd.kvcache.leases import LeaseState, LeaseTable
+from chatd.kvcache.manager import Allocation, KVCacheManager
+
+
+class Decision(NamedTuple):
+    """A line of the decision log: the same inputs give the same lines."""
+
+    step: int
+    verb: str
+    request_id: int
+    detail: tuple[float, ...]
+
+
+class TenantCounts:
+    """What a tenant has been served since start, in tokens."""
+
+    __slots__ = ("cached_tokens", "output_tokens", "prompt_tokens")
+
+    def __init__(self) -> None:
+        self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+
+
+@dataclass(slots=True)
+class _Draft:
+    """One request's part of the plan in flight."""
+
+    request: Request
+    allocation: Allocation
+    start: int
+    num_tokens: int
+    is_decode: bool
+
+
+class Scheduler:
+    """Plans steps over the requests that it was given.
+
+    Args:
+        config: The engine core's.
+        kv: Block tables.
+        leases: Of the same manager.
+        log: Receives every decision.
+
+    Attributes:
+        requests: All that have not ended.
+        running: Of those, the admitted ones, in the order of admission.
+        waiting: The others.
+        outbox: Messages for the front, in order; whoever sends them clears it.
+        counts: Tokens served, by tenant.
+        step: Plans made.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        kv: KVCacheManager,
+        leases: LeaseTable,
+        log: Callable[[Decision], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.kv = kv
+        self.leases = leases
+        self.cost = CostModel(config.cost)
+        self.counters = VirtualCounters({name: limits.weight for name, limits in config.tenants.items()})
+        self.classes = ClassShares(config.block_size, config.max_num_batched_tokens)
+        self.requests: dict[RequestId, Request] = {}
+        self.running: list[Request] = []
+        self.waiting = WaitingRequests(config.cost.per_row_s)
+        self.outbox: list[EngineMessage] = []
+        self.counts: dict[Tenant, TenantCounts] = {}
+        self.step = 0
+        self.num_preemptions = 0
+        self._drafts: dict[RequestId, _Draft] = {}
+        self._preempted_now: set[RequestId] = set()
+        self._num_admissions = 0
+        self._log = log
+
+    # Requests come and go.
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; whoever calls has checked that it can fit."""
+        self.requests[request.request_id] = request
+        self.counters.enter(request.tenant)
+        self.counts.setdefault(request.tenant, TenantCounts())
+        self.waiting.add(request)
+        self.leases.set_state(request.lease, LeaseState.QUEUED)
+        self._note("submit", request, request.num_tokens, request.num_computed_tokens)
+
+    def finish(self, request: Request, length: int, now: float) -> None:
+        """End a request where the front found the end of its answer; the lease keeps `length` tokens."""
+        self.leases.trim(request.lease, max(length, request.num_prompt_tokens))
+        self._end(request, FinishReason.STOP_STRING, now)
+
+    def cancel(self, request: Request, now: float) -> None:
+        """End a request in any state; what it has computed stays in its lease."""
+        self._end(request, FinishReason.CANCELLED, now)
+
+    def fail(self, request: Request, message: str, now: float) -> None:
+        """End a request whose part of a step cannot be computed."""
+        self._end(request, FinishReason.FAILED, now, EngineError.code, message)
+
+    # A step.
+
+    def plan(self, now: float, only: Collection[RequestId] | None = None) -> Plan | None:
+        """Decide a step; None where nothing can run.
+
+        Args:
+            now: Seconds.
+            only: Running requests to choose from, with no admissions: the retry of a step that failed.
+        """
+        assert not self._drafts, "a plan is in flight"
+        self._preempted_now.clear()
+        decodes, prefills = self._split(only)
+        for request in decodes:
+            if request.status is RequestStatus.RUNNING:
+                self._place(request, 1)
+        if prefills or (self.waiting and only is None):
+            self._place_prefills(prefills, now, admit=only is None)
+        if not self._drafts:
+            self._break_stall(now, only)
+        return self._build_plan() if self._drafts else None
+
+    def commit(self, plan: Plan, output: StepOutput, now: float) -> None:
+        """Make the effects of a step visible: tokens, registered blocks, ends.
+
+        Args:
+            plan: The one in flight.
+            output: What came of it.
+            now: When that was.
+        """
+        deltas: list[TokenDelta] = []
+        ended: list[tuple[Request, FinishReason, str]] = []
+        rows = pairs = 0
+        for draft in self._take_drafts(plan):
+            request, num_tokens = draft.request, draft.num_tokens
+            rows += num_tokens
+            pairs += num_pairs(draft.start, num_tokens)
+            ids = request.lease.token_ids
+            end = draft.start + num_tokens
+            token_id = output.sampled.get(request.request_id) if end == len(ids) else None
+            if request.request_id in output.failed or (token_id is None and end == len(ids)):
+                self.kv.discard(draft.allocation)
+                self.kv.poison(request.lease.table)
+                ended.append(
+                    (request, FinishReason.FAILED, output.failed.get(request.request_id, "no token was drawn"))
+                )
+                continue
+            self.kv.commit(draft.allocation, end, ids)
+            if not draft.is_decode:
+                self._commit_prefill(draft, end)
+            if token_id is not None:
+                deltas.append(self._commit_token(request, token_id, output, now))
+                reason = request.finish_reason(token_id, self.config.max_model_len)
+                if reason is not None:
+                    ended.append((request, reason, ""))
+        if deltas:
+            self.outbox.append(Tokens(plan.step, deltas))
+        for request, reason, message in ended:
+            self._end(request, reason, now, EngineError.code if message else "", message)
+        if self.cost.observe(rows, pairs, output.model_s):
+            parameters = self.cost.parameters
+            self._note("cost", None, parameters.fixed_s, parameters.per_row_s, parameters.per_pair_s)
+
+    def discard(self, plan: Plan) -> None:
+        """Undo a step that failed: allocations and counters are as before; who was admitted stays admitted."""
+        for draft in self._take_drafts(plan):
+            self.kv.discard(draft.allocation)
+        self._note("discard", None)
+
+    # Parts of plan.
+
+    def _split(self, only: Collection[RequestId] | None) -> tuple[list[Request], list[Request]]:
+        """Return the running requests that need one row for their next token, and those with a prompt to compute."""
+        decodes: list[Request] = []
+        prefills: list[Request] = []
+        for request in self.running:
+            if only is None or request.request_id in only:
+                (decodes if request.is_decode else prefills).append(request)
+        return decodes, prefills
+
+    def _place(self, request: Request, num_tokens: int) -> bool:
+        """Give a running request rows in this step, if need be at the cost of others; False where it gets none."""
+        table = request.lease.table
+        start = table.num_computed_tokens
+        while (allocation := self.leases.allocate_slots(table, start + num_tokens)) is None:
+            victim = choose_victim(self.running, request)
+            if victim is None:
+                return False
+            self._preempt(victim)
+            if victim is request:
+                return False
+        self._drafts[request.request_id] = _Draft(request, allocation, start, num_tokens, request.is_decode)
+        return True
+
+    def _place_prefills(self, prefills: list[Request], now: float, *, admit: bool) -> None:
+        """Share what the decodes leave of the step."""
+        rows, seconds = len(self._drafts), math.inf
+        if rows:
+            pairs = sum(draft.start + 1 for draft in self._drafts.values())
+            decode_s = self.cost.parameters.step_s(rows, pairs)
+            seconds = max(self.config.target_step_s, self.config.itl_ratio * decode_s) - decode_s
+        room = StepRoom(
+            self.cost.parameters, self.config.max_num_batched_tokens - rows, seconds, least=self.config.block_size
+        )
+        order = PrefillOrder(prefills, self.waiting, self.counters, self.classes, admit=admit)
+        while not room.is_full and (choice := order.next()) is not None:
+            request, most = choice
+            if request.status is RequestStatus.WAITING:
+                num_tokens = self._admit(request, room, most, now)
+            elif request.status is RequestStatus.RUNNING and request.request_id not in self._drafts:
+                num_tokens = self._rows(request.num_computed_tokens, request, room, most)
+                if not self._place(request, num_tokens):
+                    num_tokens = 0
+            else:
+                num_tokens = 0
+            if num_tokens:
+                room.take(self._drafts[request.request_id].start, num_tokens)
+                order.serve(request, num_tokens)
+            else:
+                if request.why is WaitReason.NO_BLOCKS and self._is_under_block_share(request):
+                    order.close()
+                order.skip(request)
+
+    def _rows(self, start: int, request: Request, room: StepRoom, most: int | None) -> int:
+        rows = min(request.num_tokens - start, room.rows_after(start))
+        return max(1, rows if most is None else min(rows, most))
+
+    def _admit(self, request: Request, room: StepRoom, most: int | None, now: float) -> int:
+        """Let a waiting request run with its first chunk; return the chunk's rows, 0 for "not now"."""
+        if request.retry_at == self._num_changes() or request.request_id in self._preempted_now:
+            return 0
+        if len(self.running) >= self.config.max_num_seqs:
+            victim = choose_over_slot_share(self.running, request, self.counters, self.config.max_num_seqs)
+            if victim is None:
+                request.why = WaitReason.SLOTS
+                return 0
+            self._preempt(victim)
+        table = request.lease.table
+        self.leases.set_state(request.lease, LeaseState.ACTIVE)
+        if request.num_remaining_tokens == 0:
+            self.kv.trim(table, request.num_tokens - 1)  # The last token's logits are needed.
+        computed = self.kv.get_computed_blocks(table, request.lease.token_ids)
+        start = self.kv.num_tokens_with(table, computed)
+        num_tokens = self._rows(start, request, room, most)
+        while not (allocation := self._allocate_admission(request, start + num_tokens, computed)):
+            victim = choose_over_block_share(self.running, request, self.counters, self.kv.pool)
+            if victim is None:
+                self.leases.set_state(request.lease, LeaseState.QUEUED)
+                request.why = WaitReason.NO_BLOCKS
+                request.retry_at = self._num_changes()
+                return 0
+            self._preempt(victim)
+        self.waiting.remove(request)
+        request.status = RequestStatus.RUNNING
+        self._num_admissions += 1
+        request.admission = self._num_admissions
+        self.running.append(request)
+        if request.admitted_s < 0:
+            request.admitted_s = now
+            request.num_cached_tokens = start
+            request.num_charged_tokens = start
+        self._drafts[request.request_id] = _Draft(request, allocation, start, num_tokens, is_decode=False)
+        self._note("admit", request, start, num_tokens)
+        return num_tokens
+
+    def _allocate_admission(self, request: Request, num_tokens: int, computed: list[BlockId]) -> Allocation | None:
+        """Allocate the first chunk, if the whole prompt has room beside the prompts that are being computed."""
+        kv, table = self.kv, request.lease.table
+        if self.running:
+            wanted = kv.num_missing_blocks(table, request.num_tokens + 1, computed)
+            for other in self.running:
+                wanted += max(1, kv.num_blocks_of(other.num_tokens + 1) - len(other.lease.table.block_ids))
+            if not self.leases.can_reclaim(table.account, wanted - kv.pool.available(table.account)):
+                return None
+        return self.leases.allocate_slots(table, num_tokens, computed)
+
+    def _break_stall(self, now: float, only: Collection[RequestId] | None) -> None:
+        """Where nobody could be placed, place the oldest one whatever it costs, or end it for want of blocks."""
+        while not self._drafts:
+            request = next((r for r in self.running if only is None or r.request_id in only), None)
+            if request is None:
+                break
+            if self._place(request, min(request.num_remaining_tokens, self.config.block_size)):
+                return
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            victim = choose_victim(self.running, request, safe_too=True)
+            if victim is None:
+                self._end(request, FinishReason.KV_EXHAUSTED, now)
+            else:
+                self._preempt(victim)
+        # With nothing running and no lease left to shrink, a lone request drops even its own shared blocks.
+        while not self._drafts and not self.running and self.waiting and only is None:
+            request = next(iter(self.waiting))
+            self._preempted_now.clear()
+            self.kv.free(request.lease.table)
+            room = StepRoom(self.cost.parameters, self.config.max_num_batched_tokens, math.inf, least=1)
+            request.retry_at = (-1, -1)
+            if not self._admit(request, room, None, now):
+                self._end(request, FinishReason.KV_EXHAUSTED, now)
+
+    def _build_plan(self) -> Plan:
+        self.step += 1
+        chunks: list[Chunk] = []
+        copies: list[BlockCopy] = []
+        for request_id, draft in self._drafts.items():
+            lease = draft.request.lease
+            end = draft.start + draft.num_tokens
+            ids = lease.token_ids
+            sample = draft.request.sample_spec() if end == len(ids) else None
+            chunks.append(Chunk(request_id, draft.start, ids[draft.start : end], lease.table.block_ids, sample))
+            source, target = draft.allocation.copy_source, draft.allocation.copy_target
+            if source is not None and target is not None:
+                copies.append(BlockCopy(source, target))
+        plan = Plan(self.step, chunks, copies, self.config.block_size)
+        if self._log is not None:
+            for draft in self._drafts.values():
+                self._note("run", draft.request, draft.start, draft.num_tokens)
+        return plan
+
+    # Parts of commit.
+
+    def _take_drafts(self, plan: Plan) -> list[_Draft]:
+        assert plan.step == self.step, f"plan {plan.step} is not the one in flight, which is {self.step}"
+        assert self._drafts, f"plan {plan.step} is not in flight any more"
+        drafts = list(self._drafts.values())
+        self._drafts.clear()
+        return drafts
+
+    def _commit_prefill(self, draft: _Draft, end: int) -> None:
+        request = draft.request
+        counts = self.counts[request.tenant]
+        if not request.is_started:
+            request.is_started = True
+            counts.prompt_tokens += request.num_prompt_tokens
+            counts.cached_tokens += request.num_cached_tokens
+            self.counters.charge(request.tenant, CACHED_TOKEN_COST * request.num_cached_tokens)
+            queue_s = request.admitted_s - request.arrival_s
+            self.outbox.append(
+                Started(request.request_id, request.num_prompt_tokens, request.num_cached_tokens, queue_s)
+            )
+        if request.is_preempted:
+            request.is_preempted = False
+            self.outbox.append(Preempted(request.request_id, resumed=True))
+        request.num_prefill_tokens += draft.num_tokens
+        # What is computed again after a preemption was paid for.
+        charged = min(end, request.num_prompt_tokens)
+        if charged > request.num_charged_tokens:
+            self.counters.charge(request.tenant, PROMPT_TOKEN_COST * (charged - request.num_charged_tokens))
+            request.num_charged_tokens = charged
+        if end < request.num_tokens:
+            self.outbox.append(Prefill(request.request_id, end, request.num_tokens))
+
+    def _commit_token(self, request: Request, token_id: int, output: StepOutput, now: float) -> TokenDelta:
+        self.leases.append(request.lease, token_id)
+        if request.first_token_s < 0:
+            request.first_token_s = now
+        request.last_token_s = now
+        self.counters.charge(request.tenant, OUTPUT_TOKEN_COST)
+        self.counts[request.tenant].output_tokens += 1
+        logprobs = output.logprobs.get(request.request_id) if output.logprobs else None
+        if logprobs is None:
+            return TokenDelta(request.request_id, [token_id])
+        return TokenDelta(request.request_id, [token_id], [(logprobs.logprob, list(logprobs.top))])
+
+    def _preempt(self, victim: Request) -> None:
+        """Send a running request back to the queue; its lease's blocks go with it."""
+        draft = self._drafts.pop(victim.request_id, None)
+        if draft is not None:
+            self.kv.discard(draft.allocation)
+        self._note("preempt", victim, victim.num_computed_tokens)
+        victim.safe_until = victim.num_computed_tokens + 1
+        victim.num_preemptions += 1
+        victim.is_preempted = True
+        victim.status = RequestStatus.WAITING
+        victim.why = WaitReason.NO_BLOCKS
+        victim.retry_at = (-1, -1)
+        self._preempted_now.add(victim.request_id)
+        self.num_preemptions += 1
+        self.kv.free(victim.lease.table)
+        self.running.remove(victim)
+        self.waiting.add(victim)
+        self.leases.set_state(victim.lease, LeaseState.QUEUED)
+        self.outbox.append(Preempted(victim.request_id, resumed=False))
+
+    def _end(
+        self, request: Request, reason: FinishReason, now: float, error_code: str = "", error_message: str = ""
+    ) -> None:
+        """Say the one `Done`, and leave the lease idle or closed."""
+        assert request.status is not RequestStatus.FINISHED, f"{request} has ended already"
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        del self.requests[request.request_id]
+        self.counters.leave(request.tenant)
+        self.outbox.append(
+            Done(
+                request.request_id,
+                reason,
+                request.num_prompt_tokens,
+                request.num_cached_tokens,
+                request.num_output_tokens,
+                request.timings(now),
+                error_code,
+                error_message,
+            )
+        )
+        self._note("end", request, list(FinishReason).index(reason), request.num_output_tokens)
+        if request.keep_lease:
+            self.leases.set_idle(request.lease)
+        else:
+            self.leases.close(request.lease)
+
+    def _is_under_block_share(self, request: Request) -> bool:
+        pool = self.kv.pool
+        return pool.account(request.tenant).num_active < self.counters.share(request.tenant, pool.num_blocks)
+
+    def _num_changes(self) -> tuple[int, int]:
+        """Return what stands still for as long as no more blocks can have become available."""
+        return (self.kv.pool.num_freed, self.leases.num_offered)
+
+    def _note(self, verb: str, request: Request | None, *detail: float) -> None:
+        if self._log is not None:
+            self._log(Decision(self.step, verb, -1 if request is None else request.request_id, detail))

@@ -1,0 +1,265 @@
+"""The pool of blocks: who holds them, who is charged, and what goes when a new one is needed.
+
+```
+            allocate                    register
+   empty ───────────────> active ─────────────────> active, registered
+     ^                      │ release                    │ release, last holder
+     └──────────────────────┘                            v
+     ^                         evict                   cached  ── hold ──> active, registered
+     └──────────────────────────────────────────────────┘
+```
+Cached and empty memory are the same memory. Every operation costs the same whatever the pool's size.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Sequence
+
+from chatd.kvcache.block import BlockId, BlockQueue, KVCacheBlock
+from chatd.kvcache.prefix_index import NamespaceId, PrefixEntry, PrefixIndex
+
+EMPTY, CACHED, ACTIVE, SHARED = range(4)
+NOBODY = 65535
+
+
+class Account:
+    """What one tenant, or "public", has in the pool. A block is charged once, whoever holds it.
+
+    Attributes:
+        tenant: Its name; None is "public", which has no share and no floor.
+        index: Its row in pool frames; `NOBODY` for "public".
+        weight: Its part of the pool relative to the other tenants'.
+        floor: Blocks that no other tenant can take.
+        num_active: Blocks with a holder.
+        cached: Blocks without a holder that can still be found; the head goes first.
+    """
+
+    __slots__ = ("cached", "floor", "heap_key", "index", "num_active", "tenant", "weight")
+
+    def __init__(self, tenant: str | None, index: int, weight: float, floor: int) -> None:
+        self.tenant = tenant
+        self.index = index
+        self.weight = weight
+        self.floor = floor
+        self.num_active = 0
+        self.cached = BlockQueue()
+        self.heap_key: float | None = None
+
+    @property
+    def num_resident(self) -> int:
+        """Blocks charged to this account, held or cached."""
+        return self.num_active + len(self.cached)
+
+    @property
+    def over_share(self) -> float:
+        """Resident blocks per unit of weight; the greatest is the most over its share."""
+        return self.num_resident / self.weight
+
+
+class BlockPool:
+    """All blocks of one KV tensor.
+
+    Attributes:
+        blocks: By id.
+        states: One byte a block, always exact: 0 empty, 1 cached, 2 active, 3 shared (held more than once).
+        owners: The index of each block's account, `NOBODY` for empty and public ones.
+        num_cached: Blocks in the cached queues.
+        num_shared: Blocks held more than once.
+        num_evictions: Cached blocks that were emptied for something else, since start.
+        num_freed: Blocks that lost their last holder, since start; while it stands still nothing became available.
+    """
+
+    def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
+        self.index = index
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
+        self.states = bytearray(num_blocks)
+        self.owners = array("H", [NOBODY]) * num_blocks
+        self.empty = BlockQueue()
+        for block in self.blocks:
+            self.empty.append(block)
+        self.public = Account(None, NOBODY, 1.0, 0)
+        self.accounts: list[Account] = []
+        self._by_tenant: dict[str | None, Account] = {None: self.public}
+        self._floored: list[Account] = []
+        # Accounts with cached blocks by (-over_share, index). A key that is out of date is mended when it comes up;
+        # an account is never further down than it should be.
+        self._heap: list[tuple[float, int]] = []
+        self.num_cached = 0
+        self.num_shared = 0
+        self.num_evictions = 0
+        self.num_freed = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """All of them."""
+        return len(self.blocks)
+
+    @property
+    def num_active(self) -> int:
+        """Blocks with a holder."""
+        return len(self.blocks) - len(self.empty) - self.num_cached
+
+    def account(self, tenant: str | None, weight: float = 1.0, floor: int = 0) -> Account:
+        """Return a tenant's account; the first call opens it with this weight and floor."""
+        account = self._by_tenant.get(tenant)
+        if account is None:
+            account = Account(tenant, len(self.accounts), weight, floor)
+            assert account.index < NOBODY, "more tenants than pool frames can name"
+            self.accounts.append(account)
+            self._by_tenant[tenant] = account
+            if floor:
+                self._floored.append(account)
+        return account
+
+    def available(self, account: Account) -> int:
+        """Blocks that `allocate` can give to this account: empty and cached, less what others' floors protect."""
+        protected = 0
+        for other in self._floored:
+            if other is not account:
+                cached = len(other.cached)
+                protected += max(0, cached - max(0, other.num_active + cached - other.floor))
+        return len(self.empty) + self.num_cached - protected
+
+    def allocate(self, account: Account, num_blocks: int) -> list[BlockId] | None:
+        """Take blocks, each with one holder and charged to `account`; all or None.
+
+        Empty blocks go first, then the head of the queue of the tenant most over its share, public ones last.
+        """
+        empty = self.empty
+        if len(empty) < num_blocks and self.available(account) < num_blocks:
+            return None
+        taken: list[BlockId] = []
+        for _ in range(num_blocks):
+            if not empty:
+                self._evict(account)
+            block = empty.popleft()
+            block.ref_count = 1
+            block.account = account
+            account.num_active += 1
+            block_id = block.block_id
+            self.states[block_id] = ACTIVE
+            self.owners[block_id] = account.index
+            taken.append(block_id)
+        if account.heap_key is not None and -account.over_share < account.heap_key:
+            self._push(account)
+        return taken
+
+    def hold(self, block_id: BlockId) -> None:
+        """Add a holder to an active or cached block."""
+        block = self.blocks[block_id]
+        block.ref_count += 1
+        if block.ref_count == 1:
+            account = block.account
+            assert account is not None, f"{block} is empty"
+            account.cached.remove(block)
+            account.num_active += 1
+            self.num_cached -= 1
+            self.states[block_id] = ACTIVE
+        elif block.ref_count == 2:
+            self.num_shared += 1
+            self.states[block_id] = SHARED
+
+    def release(self, block_ids: Sequence[BlockId]) -> int:
+        """Drop one holder of each block, tails first, so that a tail is evicted before what it hangs on.
+
+        Returns:
+            How many lost their last holder.
+        """
+        freed = 0
+        for block_id in reversed(block_ids):
+            block = self.blocks[block_id]
+            assert block.ref_count > 0, f"{block} has no holder to release"
+            block.ref_count -= 1
+            if block.ref_count == 1:
+                self.num_shared -= 1
+                self.states[block_id] = ACTIVE
+            elif block.ref_count == 0:
+                freed += 1
+                account = block.account
+                assert account is not None, f"{block} is charged to nobody"
+                account.num_active -= 1
+                if block.entry is None:
+                    self._make_empty(block)
+                else:
+                    account.cached.append(block)
+                    self.num_cached += 1
+                    self.states[block_id] = CACHED
+                    if account.heap_key is None:
+                        self._push(account)
+        self.num_freed += freed
+        return freed
+
+    def register(
+        self, block_id: BlockId, namespace: NamespaceId, parent: PrefixEntry | None, tokens: bytes
+    ) -> PrefixEntry | None:
+        """Let a full, committed block be found; None where the index does not take it."""
+        block = self.blocks[block_id]
+        assert block.entry is None, f"{block} is registered already"
+        assert block.ref_count > 0, f"{block} has no holder"
+        block.entry = self.index.add(namespace, parent, tokens, block_id)
+        return block.entry
+
+    def unregister(self, block_id: BlockId) -> None:
+        """Take a block and all that hangs on it out of the index; those without a holder become empty."""
+        entry = self.blocks[block_id].entry
+        if entry is None:
+            return
+        for removed in reversed(list(entry.subtree())):
+            self.index.remove(removed)
+            block = self.blocks[removed.block_id]
+            block.entry = None
+            if block.ref_count == 0:
+                assert block.account is not None
+                block.account.cached.remove(block)
+                self.num_cached -= 1
+                self._make_empty(block)
+
+    def _evict(self, account: Account) -> None:
+        owner = self._most_over_share(account) or self.public
+        before = len(self.empty)
+        self.unregister(owner.cached.head.block_id)
+        self.num_evictions += len(self.empty) - before
+
+    def _most_over_share(self, account: Account) -> Account | None:
+        """Return the tenant to take a cached block from: any at or below its floor is exempt, but for its own use."""
+        heap = self._heap
+        exempt: list[tuple[float, int]] = []
+        found: Account | None = None
+        while heap:
+            key, index = heap[0]
+            candidate = self.accounts[index]
+            actual = -candidate.over_share
+            if key != candidate.heap_key:
+                heapq.heappop(heap)
+            elif not candidate.cached:
+                heapq.heappop(heap)
+                candidate.heap_key = None
+            elif key != actual:
+                heapq.heapreplace(heap, (actual, index))
+                candidate.heap_key = actual
+            elif candidate is account or candidate.num_resident > candidate.floor:
+                found = candidate
+                break
+            else:
+                exempt.append(heapq.heappop(heap))
+        for item in exempt:
+            heapq.heappush(heap, item)
+        return found
+
+    def _push(self, account: Account) -> None:
+        if account is self.public:
+            return
+        account.heap_key = -account.over_share
+        heapq.heappush(self._heap, (account.heap_key, account.index))
+        if len(self._heap) > 2 * len(self.accounts) + 64:
+            self._heap = [(a.heap_key, a.index) for a in self.accounts if a.heap_key is not None]
+            heapq.heapify(self._heap)
+
+    def _make_empty(self, block: KVCacheBlock) -> None:
+        block.account = None
+        self.states[block.block_id] = EMPTY
+        self.owners[block.block_id] = NOBODY
+        # The last one emptied is the first one used: its memory is warm.
+        self.empty.appendleft(block)

@@ -1,0 +1,276 @@
+"""What each session has in the engine: its token ids, and a claim to the blocks that hold their KV.
+
+A lease is a claim, not a right. When blocks are wanted, idle leases shrink from their tails, longest idle first; the
+ids stay, so what is lost costs time, never content. The table of leases knows no requests: only whether one waits for
+or runs on a lease.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from enum import Enum
+
+from chatd.kvcache.block import BlockId
+from chatd.kvcache.block_pool import Account
+from chatd.kvcache.block_table import BlockTable
+from chatd.kvcache.manager import ID_TYPECODE, Allocation, KVCacheManager
+
+
+class LeaseState(Enum):
+    """What happens on a lease now; the order is that of reclaiming."""
+
+    IDLE = 0
+    ATTACHED = 1
+    """Idle, and somebody looks at its session."""
+    QUEUED = 2
+    """A request waits; its lease goes last, but goes."""
+    ACTIVE = 3
+    """A request runs; its blocks go with it only."""
+
+
+_RECLAIMABLE = (LeaseState.IDLE, LeaseState.ATTACHED, LeaseState.QUEUED)
+
+
+class Lease:
+    """One session's ids and blocks.
+
+    Attributes:
+        lease_id: The front's.
+        tenant: None for "public".
+        token_ids: The sequence, computed or not.
+        table: Its KV.
+        state: Whether it can be reclaimed, and how early.
+        attached: Whether idle means `ATTACHED`.
+        is_told_lost: Its owner was told that most of its KV is gone.
+    """
+
+    __slots__ = ("attached", "is_told_lost", "lease_id", "state", "table", "tenant", "token_ids")
+
+    def __init__(self, lease_id: int, tenant: str | None, table: BlockTable) -> None:
+        self.lease_id = lease_id
+        self.tenant = tenant
+        self.token_ids: array[int] = array(ID_TYPECODE)
+        self.table = table
+        self.state = LeaseState.ACTIVE
+        self.attached = False
+        self.is_told_lost = False
+
+
+class LeaseTable:
+    """All leases, and the order in which idle ones give up blocks.
+
+    Args:
+        manager: Of the tables.
+        max_leases: More than this many, and the longest idle is forgotten.
+        max_tokens: Likewise for the sum of their ids.
+
+    Attributes:
+        num_tokens: Ids of all leases.
+        num_offered: How often a lease became reclaimable; while it stands still, no more can be reclaimed.
+        shrunk: Leases that lost KV to pressure since the owner of this table last cleared it.
+        used: Likewise, those whose turn ended.
+    """
+
+    def __init__(self, manager: KVCacheManager, max_leases: int, max_tokens: int) -> None:
+        self._manager = manager
+        self._pool = manager.pool
+        self._max_leases = max_leases
+        self._max_tokens = max_tokens
+        self._leases: dict[int, Lease] = {}
+        # By tenant, those that hold blocks; in each state the longest idle first.
+        self._reclaimable: dict[LeaseState, dict[str | None, OrderedDict[int, Lease]]] = {
+            state: {} for state in _RECLAIMABLE
+        }
+        self._idle: OrderedDict[int, Lease] = OrderedDict()
+        self.shrunk: dict[int, Lease] = {}
+        self.used: dict[int, Lease] = {}
+        self.num_tokens = 0
+        self.num_offered = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._leases.values())
+
+    def get(self, lease_id: int) -> Lease | None:
+        """Return a lease, or None."""
+        return self._leases.get(lease_id)
+
+    def open(self, lease_id: int, tenant: str | None) -> Lease | None:
+        """Open an empty lease; its state is `ACTIVE`. None where no idle lease can be forgotten for it."""
+        assert lease_id not in self._leases, f"lease {lease_id} is open already"
+        if len(self._leases) >= self._max_leases and not self._forget_one():
+            return None
+        lease = Lease(lease_id, tenant, self._manager.open_table(tenant))
+        self._leases[lease_id] = lease
+        return lease
+
+    def fork(self, lease: Lease, new_lease_id: int, num_tokens: int) -> Lease | None:
+        """Open a lease with the first tokens of another one and its blocks, shared; None as for `open`."""
+        state = lease.state
+        if state is not LeaseState.ACTIVE:
+            self.set_state(lease, LeaseState.ACTIVE)
+        fork = self.open(new_lease_id, lease.tenant)
+        if fork is not None:
+            fork.table = self._manager.fork(lease.table, num_tokens)
+            self.extend(fork, lease.token_ids[:num_tokens])
+        if state is not LeaseState.ACTIVE:
+            self.set_state(lease, state)
+        return fork
+
+    def close(self, lease: Lease) -> None:
+        """Forget a lease, its ids and its claim; closing it again changes nothing."""
+        if self._leases.get(lease.lease_id) is not lease:
+            return
+        self.set_state(lease, LeaseState.ACTIVE)
+        self._manager.free(lease.table)
+        self.num_tokens -= len(lease.token_ids)
+        self.shrunk.pop(lease.lease_id, None)
+        self.used.pop(lease.lease_id, None)
+        del self._leases[lease.lease_id]
+
+    def extend(self, lease: Lease, token_ids: Sequence[int]) -> None:
+        """Append ids, and forget the longest idle leases if they are too many for the table.
+
+        Raises:
+            OverflowError: An id has more than 32 bits; nothing was appended.
+        """
+        added = array(ID_TYPECODE, token_ids)
+        lease.token_ids += added
+        self.num_tokens += len(added)
+        while self.num_tokens > self._max_tokens and self._forget_one(keep=lease):
+            pass
+
+    def append(self, lease: Lease, token_id: int) -> None:
+        """Append one id that was just drawn."""
+        lease.token_ids.append(token_id)
+        self.num_tokens += 1
+
+    def trim(self, lease: Lease, num_tokens: int) -> None:
+        """Cut ids and blocks to a length; one that the lease does not reach changes nothing."""
+        removed = len(lease.token_ids) - num_tokens
+        if removed > 0:
+            del lease.token_ids[num_tokens:]
+            self.num_tokens -= removed
+        self._manager.trim(lease.table, num_tokens)
+
+    def set_state(self, lease: Lease, state: LeaseState) -> None:
+        """Move a lease to the end of the order of its new state."""
+        if lease.state is not LeaseState.ACTIVE:
+            holders = self._reclaimable[lease.state].get(lease.tenant)
+            if holders is not None:
+                holders.pop(lease.lease_id, None)
+            self._idle.pop(lease.lease_id, None)
+        lease.state = state
+        if state is not LeaseState.ACTIVE:
+            self.num_offered += 1
+            self._manager.adopt(lease.table)
+            if lease.table.block_ids:
+                self._reclaimable[state].setdefault(lease.tenant, OrderedDict())[lease.lease_id] = lease
+            if state is not LeaseState.QUEUED:
+                self._idle[lease.lease_id] = lease
+
+    def set_idle(self, lease: Lease) -> None:
+        """End a turn: the lease keeps its blocks until somebody needs them more."""
+        self.used[lease.lease_id] = lease
+        self.set_state(lease, LeaseState.ATTACHED if lease.attached else LeaseState.IDLE)
+
+    def set_attached(self, lease: Lease, attached: bool) -> None:
+        """Note whether somebody looks at a lease's session."""
+        lease.attached = attached
+        if lease.state in (LeaseState.IDLE, LeaseState.ATTACHED):
+            self.set_idle(lease)
+
+    def drop_all(self) -> None:
+        """Start over after the manager was given an empty pool: every lease keeps its ids, none has blocks."""
+        self._pool = self._manager.pool
+        for leases in self._reclaimable.values():
+            leases.clear()
+        for lease in self._leases.values():
+            lease.table = self._manager.open_table(lease.tenant)
+            lease.is_told_lost = True
+
+    def allocate_slots(self, table: BlockTable, num_tokens: int, computed: Sequence[BlockId] = ()) -> Allocation | None:
+        """As `KVCacheManager.allocate_slots`, at the cost of leases where the pool alone has not enough."""
+        allocation = self._manager.allocate_slots(table, num_tokens, computed)
+        if allocation is not None:
+            return allocation
+        missing = self._manager.num_missing_blocks(table, num_tokens, computed)
+        if not self._reclaim(table.account, missing, computed):
+            return None
+        return self._manager.allocate_slots(table, num_tokens, computed)
+
+    def can_reclaim(self, account: Account, num_blocks: int) -> bool:
+        """Return whether leases could give so many blocks, counting only blocks that one lease alone holds."""
+        if num_blocks <= 0:
+            return True
+        blocks = self._pool.blocks
+        for tenants in self._reclaimable.values():
+            for tenant, leases in tenants.items():
+                other = self._pool.account(tenant)
+                limit = other.num_resident - other.floor if other is not account else self._pool.num_blocks
+                for lease in leases.values():
+                    for block_id in reversed(lease.table.block_ids):
+                        if limit <= 0 or blocks[block_id].ref_count > 1:
+                            break
+                        limit -= 1
+                        num_blocks -= 1
+                        if num_blocks <= 0:
+                            return True
+        return False
+
+    def _reclaim(self, account: Account, num_blocks: int, keep: Sequence[BlockId]) -> bool:
+        """Shrink leases until the pool has `num_blocks` for this account."""
+        for block_id in keep:
+            self._pool.hold(block_id)
+        try:
+            # Found blocks are held now; what was counted for them is no longer available, nor needed.
+            needed = num_blocks - sum(self._pool.blocks[block_id].ref_count == 1 for block_id in keep)
+            for state in _RECLAIMABLE:
+                for shared_too in (False, True):
+                    if self._shrink_all(state, account, needed, shared_too):
+                        return True
+            return self._pool.available(account) >= needed
+        finally:
+            self._pool.release(keep)
+
+    def _shrink_all(self, state: LeaseState, account: Account, needed: int, shared_too: bool) -> bool:
+        pool = self._pool
+        tenants = self._reclaimable[state]
+        order = sorted(tenants, key=lambda tenant: (-pool.account(tenant).over_share, tenant or ""))
+        for tenant in order:
+            other = pool.account(tenant)
+            for lease in list(tenants[tenant].values()):
+                while pool.available(account) < needed and (other is account or other.num_resident > other.floor):
+                    if not self._shrink(lease, shared_too):
+                        break
+                if pool.available(account) >= needed:
+                    return True
+            if not tenants[tenant]:
+                del tenants[tenant]
+        return False
+
+    def _shrink(self, lease: Lease, shared_too: bool) -> bool:
+        """Take a lease's last block; False where there is none, or only a shared one that is not to be taken."""
+        table = lease.table
+        if not table.block_ids or (not shared_too and self._pool.blocks[table.block_ids[-1]].ref_count > 1):
+            return False
+        self._manager.trim(table, (len(table.block_ids) - 1) * self._manager.block_size)
+        self.shrunk[lease.lease_id] = lease
+        if not table.block_ids:
+            self._reclaimable[lease.state][lease.tenant].pop(lease.lease_id, None)
+        return True
+
+    def _forget_one(self, keep: Lease | None = None) -> bool:
+        for lease in self._idle.values():
+            if lease is not keep:
+                forgotten = lease
+                break
+        else:
+            return False
+        self.close(forgotten)
+        self.shrunk[forgotten.lease_id] = forgotten
+        return True

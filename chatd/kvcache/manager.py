@@ -1,0 +1,267 @@
+"""What the scheduler asks of the cache: find, allocate, commit, discard, share and give back.
+
+The manager knows block tables and the pool. It knows no requests, no leases and no time. Each verb leaves every table
+with exactly the blocks that its computed tokens need; between plan and commit also those that the step writes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chatd.kvcache.block import BlockId
+from chatd.kvcache.block_pool import BlockPool
+from chatd.kvcache.block_table import BlockTable
+from chatd.kvcache.prefix_index import Namespace, NamespaceId, PrefixEntry, PrefixIndex
+
+ID_TYPECODE = "i"
+
+
+@dataclass(slots=True)
+class Allocation:
+    """What one plan took for one table, so that it can be committed or undone.
+
+    Attributes:
+        table: Whose it is.
+        num_blocks_before: Length of the table without this plan's new blocks.
+        copy_source: The shared or registered block whose slots go into the table's last one; held until commit.
+        copy_target: That last one.
+    """
+
+    table: BlockTable
+    num_blocks_before: int
+    copy_source: BlockId | None = None
+    copy_target: BlockId | None = None
+
+
+class KVCacheManager:
+    """Block tables over one pool.
+
+    Args:
+        pool: Of which it is the only user.
+        block_size: Tokens of a block.
+        base: The namespace of this engine's KV; only `tenant` differs between tables.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, base: Namespace) -> None:
+        self.block_size = block_size
+        self._base = base
+        self.use_pool(pool)
+
+    def use_pool(self, pool: BlockPool) -> None:
+        """Go on with another pool; tables of the old one are void."""
+        self.pool = pool
+        self.index: PrefixIndex = pool.index
+        self._public = self.index.namespace_id(self._namespace(None))
+
+    def open_table(self, tenant: str | None) -> BlockTable:
+        """Return an empty table in a tenant's namespace; None is "public"."""
+        return BlockTable(self.index.namespace_id(self._namespace(tenant)), self.pool.account(tenant))
+
+    def num_blocks_of(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def get_computed_blocks(self, table: BlockTable, token_ids: array[int]) -> list[BlockId]:
+        """Find blocks of `token_ids` that go on where the table's full blocks end.
+
+        Whole blocks only and never the last token, whose logits are needed. Costs one look-up more than it finds:
+        nothing that the table holds is hashed again.
+        """
+        self.adopt(table)
+        size = self.block_size
+        first = table.num_computed_tokens // size
+        end = (len(token_ids) - 1) // size
+        found: list[BlockId] = []
+        if first >= end:
+            return found
+        parent = self._entry(table, first - 1)
+        if first and parent is None:
+            return found
+        for position in range(first * size, end * size, size):
+            entry = self._find(table.namespace, parent, token_ids[position : position + size].tobytes())
+            if entry is None:
+                break
+            found.append(entry.block_id)
+            parent = entry
+        return found
+
+    def num_tokens_with(self, table: BlockTable, computed: Sequence[BlockId]) -> int:
+        """Return the computed tokens of a table once it holds the blocks that were found for it."""
+        if not computed:
+            return table.num_computed_tokens
+        return (table.num_computed_tokens // self.block_size + len(computed)) * self.block_size
+
+    def num_missing_blocks(self, table: BlockTable, num_tokens: int, computed: Sequence[BlockId] = ()) -> int:
+        """Blocks that `allocate_slots` with these arguments would take from the pool, found ones included."""
+        if computed:
+            first = table.num_computed_tokens // self.block_size
+            cached = sum(self.pool.blocks[block_id].ref_count == 0 for block_id in computed)
+            return self.num_blocks_of(num_tokens) - first - len(computed) + cached
+        return self.num_blocks_of(num_tokens) - len(table.block_ids) + self._must_copy(table)
+
+    def allocate_slots(self, table: BlockTable, num_tokens: int, computed: Sequence[BlockId] = ()) -> Allocation | None:
+        """Give the table a slot of its own for each token from the computed ones to `num_tokens`.
+
+        Args:
+            table: All its tokens from `num_computed_tokens` to `num_tokens` will be written by this plan.
+            num_tokens: The length, in tokens, that the plan will have computed.
+            computed: What `get_computed_blocks` just found. They stay in the table even if the plan is discarded.
+
+        Returns:
+            None for "not now"; then nothing has changed.
+        """
+        if table.adoptions:
+            self.adopt(table)
+        pool, block_ids = self.pool, table.block_ids
+        must_copy = not computed and self._must_copy(table)
+        kept = len(block_ids)
+        if computed:
+            for block_id in computed:
+                pool.hold(block_id)
+            kept = table.num_computed_tokens // self.block_size + len(computed)
+        missing = -(-num_tokens // self.block_size) - kept + must_copy
+        if missing:
+            fresh = pool.allocate(table.account, missing)
+            if fresh is None:
+                pool.release(computed)
+                return None
+        else:
+            fresh = []
+        if computed:
+            # A partial block of the table's own gives way to a full one that begins with the same tokens.
+            replaced = block_ids[kept - len(computed) :]
+            block_ids[kept - len(computed) :] = computed
+            pool.release(replaced)
+            table.num_computed_tokens = kept * self.block_size
+            table.num_registered_blocks = kept
+        allocation = Allocation(table, kept)
+        if must_copy:
+            allocation.copy_source, allocation.copy_target = block_ids[-1], fresh[0]
+            block_ids[-1:] = fresh
+        elif fresh:
+            block_ids += fresh
+        return allocation
+
+    def commit(self, allocation: Allocation, num_tokens: int, token_ids: array[int]) -> None:
+        """Make a step's KV count: `num_tokens` of the table are computed, and full blocks can be found from now on."""
+        table = allocation.table
+        if allocation.copy_source is not None:
+            self.pool.release((allocation.copy_source,))
+        table.num_computed_tokens = num_tokens
+        if num_tokens // self.block_size > table.num_registered_blocks:
+            self._register(table, num_tokens // self.block_size, token_ids)
+
+    def discard(self, allocation: Allocation) -> None:
+        """Undo `allocate_slots` after a step that failed: its slots were never seen by anybody."""
+        block_ids = allocation.table.block_ids
+        fresh = block_ids[allocation.num_blocks_before :]
+        del block_ids[allocation.num_blocks_before :]
+        if allocation.copy_source is not None:
+            fresh.insert(0, block_ids[-1])
+            block_ids[-1] = allocation.copy_source
+        self.pool.release(fresh)
+
+    def adopt(self, table: BlockTable) -> None:
+        """Swap the table's duplicates for the blocks that were registered first."""
+        for place, block_id in table.adoptions:
+            duplicate = table.block_ids[place]
+            table.block_ids[place] = block_id
+            self.pool.release((duplicate,))
+        table.adoptions.clear()
+
+    def trim(self, table: BlockTable, num_tokens: int) -> int:
+        """Forget computed tokens beyond `num_tokens`; a length that the table does not reach changes nothing.
+
+        Returns:
+            Blocks that lost their last holder.
+        """
+        if num_tokens >= table.num_computed_tokens:
+            return 0
+        self.adopt(table)
+        num_blocks = self.num_blocks_of(num_tokens)
+        dropped = table.block_ids[num_blocks:]
+        del table.block_ids[num_blocks:]
+        table.num_computed_tokens = num_tokens
+        table.num_registered_blocks = min(table.num_registered_blocks, num_tokens // self.block_size)
+        return self.pool.release(dropped)
+
+    def free(self, table: BlockTable) -> None:
+        """Give back everything that a table holds; free of an empty table changes nothing."""
+        self.trim(table, 0)
+
+    def fork(self, table: BlockTable, num_tokens: int) -> BlockTable:
+        """Return a table with the first `num_tokens` computed tokens, all blocks shared, the partial last one too.
+
+        A shared block is never written: whoever appends to it first copies it.
+        """
+        self.adopt(table)
+        fork = BlockTable(table.namespace, table.account)
+        fork.num_computed_tokens = min(num_tokens, table.num_computed_tokens)
+        fork.num_registered_blocks = min(table.num_registered_blocks, fork.num_computed_tokens // self.block_size)
+        fork.block_ids = table.block_ids[: self.num_blocks_of(fork.num_computed_tokens)]
+        for block_id in fork.block_ids:
+            self.pool.hold(block_id)
+        return fork
+
+    def poison(self, table: BlockTable) -> None:
+        """Free a table whose KV is not to be trusted; none of its private blocks can be found again."""
+        self.adopt(table)
+        for block_id in table.block_ids:
+            block = self.pool.blocks[block_id]
+            if block.entry is not None and block.entry.namespace != self._public:
+                # The rest of the table hangs on this one.
+                self.pool.unregister(block_id)
+                break
+        self.free(table)
+
+    def _register(self, table: BlockTable, num_full: int, token_ids: array[int]) -> None:
+        size = self.block_size
+        place = table.num_registered_blocks
+        parent = self._entry(table, place - 1)
+        if place and parent is None:
+            return
+        while place < num_full:
+            tokens = token_ids[place * size : (place + 1) * size].tobytes()
+            entry = self._find(table.namespace, parent, tokens)
+            if entry is not None:
+                self.pool.hold(entry.block_id)
+                table.adoptions.append((place, entry.block_id))
+            else:
+                entry = self.pool.register(table.block_ids[place], table.namespace, parent, tokens)
+                if entry is None:
+                    break
+            parent = entry
+            place += 1
+        table.num_registered_blocks = place
+
+    def _find(self, namespace: NamespaceId, parent: PrefixEntry | None, tokens: bytes) -> PrefixEntry | None:
+        """Look in "public" for as long as everything so far is public, then in the private namespace."""
+        if namespace != self._public and (parent is None or parent.namespace == self._public):
+            entry = self.index.find(self._public, parent, tokens)
+            if entry is not None:
+                return entry
+        return self.index.find(namespace, parent, tokens)
+
+    def _entry(self, table: BlockTable, place: int) -> PrefixEntry | None:
+        """Return the entry of the table's block at `place`, or of the one that it will adopt there."""
+        if place < 0:
+            return None
+        for adopted_place, block_id in table.adoptions:
+            if adopted_place == place:
+                return self.pool.blocks[block_id].entry
+        return self.pool.blocks[table.block_ids[place]].entry
+
+    def _must_copy(self, table: BlockTable) -> bool:
+        """Return whether the next slot is in a block that others read or that can be found."""
+        if table.num_computed_tokens % self.block_size == 0:
+            return False
+        block = self.pool.blocks[table.block_ids[-1]]
+        return block.ref_count > 1 or block.entry is not None
+
+    def _namespace(self, tenant: str | None) -> Namespace:
+        base = self._base
+        return Namespace(
+            base.weights_digest, base.weight_format, base.kv_format, base.layout_version, base.adapter, tenant
+        )

@@ -1,0 +1,336 @@
+"""Fakes that the tests of several parts share; nothing in the daemon imports this.
+
+The `ProvenanceRunner` stands where the model runner stands and gets the very same plans. Its KV records where each slot
+came from, and its attention refuses a block table that does not spell exactly the request's own prefix. So any wrong
+reuse, stale slot, second writer or early registration fails at once, in the step that commits it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from chatd.engine.core import EngineConfig, EngineCore
+from chatd.engine.cost_model import CostParameters, num_pairs
+from chatd.engine.messages import (
+    Done,
+    EngineMessage,
+    FrontMessage,
+    LeaseId,
+    LeaseLost,
+    RequestClass,
+    Submit,
+    Tokens,
+)
+from chatd.engine.plan import BlockId, Chunk, Plan, RequestId, StepOutput
+from chatd.engine.sampling import SamplingParams
+from chatd.kvcache.prefix_index import Namespace
+
+POISON = -1
+_EMPTY_PREFIX = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+NAMESPACE = Namespace("weights-0", "fp16", "float16", 1, None, None)
+
+
+class FakeClock:
+    """Time that moves when it is told to."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += seconds
+
+
+def extend_chain(chain: int, token_id: int) -> int:
+    """Return the fingerprint of a prefix from that of the prefix without its last token."""
+    mixed = (chain * 6364136223846793005 + token_id * 1442695040888963407 + 1013904223) & _MASK
+    return mixed ^ (mixed >> 29)
+
+
+def chains_of(token_ids: Iterable[int]) -> list[int]:
+    """Return the fingerprint of every prefix, from the first token's on."""
+    chains, chain = [], _EMPTY_PREFIX
+    for token_id in token_ids:
+        chain = extend_chain(chain, token_id)
+        chains.append(chain)
+    return chains
+
+
+@dataclass(slots=True)
+class Truth:
+    """What a request is, by those who asked for it: its tenant, and the fingerprints of its prefixes."""
+
+    tenant: str | None
+    chains: Sequence[int]
+
+
+class ProvenanceRunner:
+    """A runner whose KV slots know their whole prefix, and whose next token is a function of it.
+
+    Args:
+        num_blocks: Of the pool.
+        block_size: Tokens of a block.
+        vocab_size: Tokens drawn are below this.
+        truth: What the requests really are; None checks that tables are consistent in themselves.
+        cost: How long a step takes, told as `model_s`.
+        clock: Is advanced by that.
+
+    Attributes:
+        chains: By slot, the fingerprint of the prefix that ends there; `POISON` where nothing was written.
+        tenants: By slot, whose request wrote it.
+        plans: Executed so far.
+        before_write: Called with each block that a plan writes to, before it is written.
+        failing: Requests whose presence in a plan makes the step raise, after it has written.
+        not_finite: Requests whose logits are not finite.
+        raise_next: The next step raises.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int = 97,
+        truth: Callable[[RequestId], Truth] | None = None,
+        cost: CostParameters | None = None,
+        clock: FakeClock | None = None,
+    ) -> None:
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.chains = [POISON] * (num_blocks * block_size)
+        self.tenants: list[str | None] = [None] * (num_blocks * block_size)
+        self.token_ids = [POISON] * (num_blocks * block_size)
+        self.plans = 0
+        self.num_rows = 0
+        self.before_write: Callable[[BlockId], None] | None = None
+        self.failing: set[RequestId] = set()
+        self.not_finite: set[RequestId] = set()
+        self.raise_next = False
+        self._truth = truth
+        self._cost = cost
+        self._clock = clock
+
+    def next_token(self, chain: int) -> int:
+        """Return the token that follows a prefix."""
+        return (chain >> 33) % self.vocab_size
+
+    def poison(self, block_id: int, start: int = 0) -> None:
+        """Make a block's slots from offset `start` on unreadable."""
+        size = self.block_size
+        for slot in range(block_id * size + start, (block_id + 1) * size):
+            self.chains[slot] = POISON
+
+    def execute(self, plan: Plan) -> StepOutput:
+        """Run a plan as a model would: copies, then all writes, then attention and sampling."""
+        self.plans += 1
+        size = self.block_size
+        for copy in plan.copies:
+            self._copy(copy.source, copy.target)
+        written: dict[int, RequestId] = {}
+        for chunk in plan.chunks:
+            assert chunk.num_tokens >= 1, f"request {chunk.request_id} has an empty chunk"
+            end = chunk.start + chunk.num_tokens
+            assert len(chunk.block_ids) == -(-end // size), f"request {chunk.request_id}'s table does not end at {end}"
+            self._write(chunk, written)
+        sampled: dict[RequestId, int] = {}
+        for chunk in plan.chunks:
+            chain = self._attend(chunk)
+            if chunk.sample is not None and chunk.request_id not in self.not_finite:
+                sampled[chunk.request_id] = self.next_token(chain)
+        rows = sum(chunk.num_tokens for chunk in plan.chunks)
+        self.num_rows += rows
+        model_s = 0.0
+        if self._cost is not None:
+            pairs = sum(num_pairs(chunk.start, chunk.num_tokens) for chunk in plan.chunks)
+            model_s = self._cost.step_s(rows, pairs)
+            if self._clock is not None:
+                self._clock.advance(model_s)
+        if self.raise_next or (self.failing and any(chunk.request_id in self.failing for chunk in plan.chunks)):
+            self.raise_next = False
+            raise RuntimeError("the step failed as it was told to")
+        failed = {
+            chunk.request_id: "logits are not finite"
+            for chunk in plan.chunks
+            if chunk.sample is not None and chunk.request_id in self.not_finite
+        }
+        return StepOutput(sampled, failed=failed, model_s=model_s)
+
+    def _copy(self, source: int, target: int) -> None:
+        size = self.block_size
+        assert source != target, f"block {source} is copied to itself"
+        for slots in (self.chains, self.tenants, self.token_ids):
+            items: list[Any] = slots
+            items[target * size : (target + 1) * size] = items[source * size : (source + 1) * size]
+
+    def _write(self, chunk: Chunk, written: dict[int, RequestId]) -> None:
+        size = self.block_size
+        tenant = None if self._truth is None else self._truth(chunk.request_id).tenant
+        chain = _EMPTY_PREFIX
+        if chunk.start:
+            chain = self.chains[chunk.block_ids[(chunk.start - 1) // size] * size + (chunk.start - 1) % size]
+        if self.before_write is not None:
+            for place in range(chunk.start // size, (chunk.start + chunk.num_tokens - 1) // size + 1):
+                self.before_write(chunk.block_ids[place])
+        for position, token_id in enumerate(chunk.token_ids, start=chunk.start):
+            slot = chunk.block_ids[position // size] * size + position % size
+            assert slot not in written, f"slot {slot} is written by {written[slot]} and {chunk.request_id}"
+            written[slot] = chunk.request_id
+            chain = extend_chain(chain, token_id)
+            self.chains[slot] = chain
+            self.tenants[slot] = tenant
+            self.token_ids[slot] = token_id
+
+    def _attend(self, chunk: Chunk) -> int:
+        """Return the fingerprint at the chunk's end, having read every slot up to there."""
+        size = self.block_size
+        end = chunk.start + chunk.num_tokens
+        chains: list[int] = []
+        for block_id in chunk.block_ids:
+            chains += self.chains[block_id * size : (block_id + 1) * size]
+        del chains[end:]
+        who = f"request {chunk.request_id}"
+        if self._truth is None:
+            token_ids = [
+                self.token_ids[chunk.block_ids[position // size] * size + position % size] for position in range(end)
+            ]
+            assert chains == chains_of(token_ids), f"{who}'s table does not spell one prefix"
+            return chains[-1]
+        truth = self._truth(chunk.request_id)
+        if chains != truth.chains[:end]:
+            wrong = next(i for i in range(end) if i >= len(truth.chains) or chains[i] != truth.chains[i])
+            raise AssertionError(f"I10: {who} reads another prefix's KV at position {wrong} of {end}")
+        for block_id in chunk.block_ids:
+            owner = self.tenants[block_id * size]
+            assert owner in (None, truth.tenant), f"I9: {who} of {truth.tenant} reads KV of {owner}"
+        return chains[-1]
+
+
+def engine_config(**overrides: Any) -> EngineConfig:
+    """Return a small engine's configuration: 64 blocks of 4 tokens."""
+    values: dict[str, Any] = {
+        "num_blocks": 64,
+        "block_size": 4,
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "namespace": NAMESPACE,
+    }
+    return EngineConfig(**(values | overrides))
+
+
+def sampling_params(max_tokens: int = 8, **overrides: Any) -> SamplingParams:
+    """Return greedy parameters."""
+    return SamplingParams(max_tokens=max_tokens, **overrides)
+
+
+@dataclass
+class EngineHarness:
+    """An engine core on a provenance runner, with a front that keeps what it is told.
+
+    Attributes:
+        config: Of the core.
+        core: Under test.
+        runner: Its fake.
+        clock: Of both.
+        messages: All that the core has said.
+        outputs: The ids of each request's answer.
+        done: The end of each request that has ended.
+        lost: Requests that were answered with `LeaseLost`.
+    """
+
+    config: EngineConfig = field(default_factory=engine_config)
+    clock: FakeClock = field(default_factory=FakeClock)
+    runner: ProvenanceRunner = field(init=False)
+    core: EngineCore = field(init=False)
+    messages: list[EngineMessage] = field(default_factory=list)
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    done: dict[int, Done] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
+    core_options: dict[str, Any] = field(default_factory=dict)
+    runner_options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Build runner and core."""
+        self.runner = ProvenanceRunner(
+            self.config.num_blocks, self.config.block_size, clock=self.clock, **self.runner_options
+        )
+        self.core = EngineCore(self.config, self.runner, self.clock, **self.core_options)
+
+    def send(self, message: FrontMessage) -> list[EngineMessage]:
+        """Hand a message to the core."""
+        return self._keep(self.core.handle(message, self.clock.now))
+
+    def submit(
+        self,
+        request: int,
+        new_ids: Sequence[int],
+        *,
+        lease: int | None = None,
+        base_len: int = 0,
+        tenant: str = "acme",
+        params: SamplingParams | None = None,
+        request_class: RequestClass = RequestClass.INTERACTIVE,
+        keep_lease: bool = True,
+    ) -> list[EngineMessage]:
+        """Submit a request on a lease that has the request's number unless it is given."""
+        return self.send(
+            Submit(
+                RequestId(request),
+                LeaseId(request if lease is None else lease),
+                tenant,
+                base_len,
+                list(new_ids),
+                params or sampling_params(),
+                request_class,
+                keep_lease,
+            )
+        )
+
+    def step(self, num_steps: int = 1) -> list[EngineMessage]:
+        """Run steps, each followed by all invariants."""
+        said: list[EngineMessage] = []
+        for _ in range(num_steps):
+            said += self._keep(self.core.step(self.clock.now))
+            self.core.check_invariants()
+        return said
+
+    def run(self, max_steps: int = 10_000) -> list[EngineMessage]:
+        """Run until nothing is left to do."""
+        said: list[EngineMessage] = []
+        while self.core.has_work:
+            assert max_steps > 0, "the engine does not come to an end"
+            max_steps -= 1
+            said += self.step()
+        return said
+
+    def generate(self, request: int, new_ids: Sequence[int], **options: Any) -> list[int]:
+        """Submit, run to the end, and return the answer."""
+        self.submit(request, new_ids, **options)
+        self.run()
+        return self.outputs.get(request, [])
+
+    def length(self, lease: int) -> int:
+        """Return the length of a lease, or -1."""
+        held = self.core.leases.get(lease)
+        return -1 if held is None else len(held.token_ids)
+
+    def _keep(self, said: list[EngineMessage]) -> list[EngineMessage]:
+        self.messages += said
+        for message in said:
+            if isinstance(message, Tokens):
+                for delta in message.deltas:
+                    assert delta.request not in self.done, f"request {delta.request} goes on after its end"
+                    self.outputs.setdefault(delta.request, []).extend(delta.ids)
+            elif isinstance(message, Done):
+                assert message.request not in self.done, f"request {message.request} ends twice"
+                self.done[message.request] = message
+            elif isinstance(message, LeaseLost):
+                self.lost.add(message.request)
+        return said
