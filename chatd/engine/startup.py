@@ -1,0 +1,180 @@
+"""Brings a model to the point where it can serve: weights, kernels, pool, one trial step. Reports each phase."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from chatd_kernels import runtime
+from chatd_kernels.kv_cache import KVCache, KVCacheLayout
+
+from chatd.engine.cgroup import MemoryRoom, available_cpus, memory_room
+from chatd.engine.core import EngineConfig, EngineCore, TenantLimits
+from chatd.engine.memory import PoolSize, size_pool
+from chatd.engine.messages import Ready
+from chatd.engine.model_runner import ModelRunner
+from chatd.engine.options import EngineOptions
+from chatd.engine.plan import BlockId, Chunk, Plan, RequestId, SampleSpec
+from chatd.engine.sampling import SamplingParams
+from chatd.errors import EnvironmentProblem
+from chatd.kvcache.prefix_index import Namespace
+from chatd.models.decoder import Decoder
+from chatd.models.loader import load_decoder
+from chatd.models.model_config import load_generation_defaults
+
+Report = Callable[[str, float], None]
+
+LAYOUT_VERSION = 1
+"""Of rotary arithmetic and block layout: KV of another version is not reused."""
+
+_KV_DTYPES = {"float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is ready to run steps.
+
+    Attributes:
+        runner: Executes plans.
+        decoder: What it runs.
+        pool: Size of the KV cache that is bound to the decoder.
+        quantization: Weight format that runs.
+        notes: For the person at the terminal.
+    """
+
+    runner: ModelRunner
+    decoder: Decoder
+    pool: PoolSize
+    quantization: str
+    notes: list[str]
+
+
+def build_engine(options: EngineOptions, clock: Callable[[], float], report: Report) -> tuple[EngineCore, Ready]:
+    """Load a model and put the engine's core on it; return what to tell the front.
+
+    Raises:
+        StartupError: As `load_model`, or the options do not fit together.
+    """
+    model = load_model(options, report)
+    pool = model.pool
+    config = EngineConfig(
+        num_blocks=pool.num_blocks,
+        namespace=Namespace(
+            weights_digest=options.model_digest,
+            weight_format=model.quantization,
+            kv_format=options.kv_dtype,
+            layout_version=LAYOUT_VERSION,
+            adapter=None,
+            tenant=None,
+        ),
+        max_model_len=pool.max_model_len,
+        block_size=options.block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_waiting=options.max_queued_requests,
+        tenants={
+            name: TenantLimits(share.weight, int(share.floor * pool.num_blocks))
+            for name, share in options.tenants.items()
+        },
+        eos_token_ids=frozenset(load_generation_defaults(Path(options.model_path)).stop_token_ids),
+        vocab_size=model.decoder.config.vocab_size,
+    )
+    notes = list(model.notes)
+    if config.max_model_len < pool.max_model_len:
+        notes.insert(0, f"contexts are cut to {config.max_model_len:,} tokens, which is what the tenants' floors leave")
+    ready = Ready(
+        num_blocks=pool.num_blocks,
+        block_size=options.block_size,
+        max_model_len=config.max_model_len,
+        vocab_size=model.decoder.config.vocab_size,
+        kv_bytes=pool.kv_bytes,
+        quantization=model.quantization,
+        notes=notes,
+    )
+    return EngineCore(config, model.runner, clock), ready
+
+
+def load_model(options: EngineOptions, report: Report, room: Callable[[], MemoryRoom] = memory_room) -> LoadedModel:
+    """Load weights, compile what is not cached, allocate the pool, and run one step.
+
+    Args:
+        options: What to load, and how.
+        report: Called with each phase and its progress from 0 to 1.
+        room: Tells the memory that is left; asked once the weights are loaded.
+
+    Raises:
+        ModelError: The model's files do not fit together or cannot run.
+        EnvironmentProblem: There is no room for the pool.
+        ConfigError: `max_model_len` is beyond the model's context.
+    """
+    num_threads = options.num_threads or available_cpus()
+    runtime.set_num_threads(num_threads)
+    decoder = load_decoder(
+        Path(options.model_path),
+        quantization=options.quantization,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=options.max_model_len,
+        num_threads=num_threads,
+        progress=report,
+    )
+    report("compiling kernels", 0.0)
+    runtime.warm_up(lambda _name, done, total: report("compiling kernels", done / total))
+    report("allocating the KV pool", 0.0)
+    pool = _bind_pool(decoder, options, room())
+    runner = ModelRunner(decoder)
+    report("trying a step", 0.0)
+    _try_steps(runner, options)
+    return LoadedModel(runner, decoder, pool, options.quantization, pool.notes)
+
+
+def _bind_pool(decoder: Decoder, options: EngineOptions, room: MemoryRoom) -> PoolSize:
+    config = decoder.config
+    dtype = _KV_DTYPES[options.kv_dtype]
+    layout = KVCacheLayout(config.num_layers, config.num_kv_heads, options.block_size, config.head_dim, dtype)
+    pool = size_pool(
+        block_bytes=layout.block_bytes,
+        block_size=options.block_size,
+        max_model_len=decoder.max_model_len,
+        kv_memory_bytes=options.kv_memory_bytes,
+        room=room,
+    )
+    try:
+        memory = _map_memory(pool.kv_bytes)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{pool.kv_bytes / 2**20:,.0f} MiB for the KV pool could not be allocated: {error}",
+            code="no_room_for_pool",
+            param="engine.kv_memory",
+            hint="ask for less with --kv-memory",
+        ) from error
+    shape = (pool.num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size * layout.head_dim)
+    decoder.bind_kv_cache(KVCache(memory.view(dtype).view(shape), layout))
+    return pool
+
+
+def _map_memory(num_bytes: int) -> torch.Tensor:
+    """Return zeroed bytes that the system provides page by page, when they are first written.
+
+    So start-up does not wait for gigabytes to be cleared, and a pool that is never full never costs its full size.
+    """
+    memory = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Attention reads blocks all over the pool; large pages spare it the misses of the translation cache.
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _try_steps(runner: ModelRunner, options: EngineOptions) -> None:
+    """Run a step of each kind in block 0, whose content no request has seen: the first turn pays for no first time."""
+    sample = SampleSpec(SamplingParams(max_tokens=1), 0)
+    block = [BlockId(0)]
+    num_rows = min(options.block_size, options.max_num_batched_tokens)
+    prefill = Chunk(RequestId(-1), 0, [0] * num_rows, block, sample)
+    decode = Chunk(RequestId(-1), num_rows - 1, [0], block, sample)
+    for chunk in (prefill, decode):
+        runner.execute(Plan(-1, (chunk,), (), options.block_size))
