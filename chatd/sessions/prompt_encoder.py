@@ -20,7 +20,7 @@ from datetime import date as Date
 from chatd.errors import InvalidRequest, ModelError
 from chatd.protocol import Message, Role
 from chatd.sessions.template import ChatTemplate, moment_of
-from chatd.sessions.template_shape import THOUGHT_END, DateSlot, Text, without_thoughts
+from chatd.sessions.template_shape import THOUGHT_END, DateSlot, Text, Trim
 from chatd.sessions.tokenizer import AddedToken, ChatTokenizer, ContentEncoder, Stretch, check_size, strip_beside
 
 MAX_CONTENT_BYTES = 4 * 1024 * 1024
@@ -80,7 +80,8 @@ class PromptEncoder:
         self.max_bytes = max_bytes
         self._tokenizer = tokenizer
         self._shape = template.shape
-        contents = sorted((token.content for token in tokenizer.added_tokens if token.content), key=len, reverse=True)
+        cutting = [token.content for token in tokenizer.added_tokens if token.content and not self._is_blank(token)]
+        contents = sorted(cutting, key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, contents)) or "(?!)")
         self._items: dict[Text, tuple[_Item, ...]] = {text: self._compile(text) for text in self._shape.texts()}
 
@@ -147,32 +148,32 @@ class PromptEncoder:
                 whole[len(self._closing) :] if answer_ended and whole[: len(self._closing)] == self._closing else whole
             )
         items += self._conversation(rest)
-        return self._encode(items, date, opens_text=False)
+        return self._encode(items, date, before=self._turn_end() if answer_ended else None)
 
     def close_answer(self) -> list[int]:
         """Return the closing ids for an answer that ended without `turn_end_id`; none where the template has none.
 
         `extend(..., answer_ended=False)` is these followed by `extend(..., answer_ended=True)`.
         """
-        return self._encode(self._closing, None, opens_text=False)
+        return self._encode(self._closing)
 
     def settle(self, answer_ids: Sequence[int]) -> SettledAnswer | None:
         """Return an answer without its thoughts, as the template has it in history; None where nothing changes."""
         thought_end = self.thought_end_id
         if not self.template.kind.drops_thoughts or thought_end is None or thought_end not in answer_ids:
             return None
-        prompt = self._encode(self._items[self._shape.to_answer["user"]], _CHECK_DATE, opens_text=False)
-        history = self._encode(self._items[self._shape.between["user", "assistant"]], _CHECK_DATE, opens_text=False)
+        prompt = self._encode(self._items[self._shape.to_answer["user"]], _CHECK_DATE)
+        history = self._encode(self._items[self._shape.between["user", "assistant"]], _CHECK_DATE)
         if prompt[: len(history)] != history:
             return None
         end = len(answer_ids) - 1 - list(reversed(answer_ids)).index(thought_end)
         ids = list(answer_ids[end + 1 :])
         while ids:
             data = self._tokenizer.token_bytes[ids[0]]
-            rest = data.lstrip(b"\n")
+            rest = data.lstrip(self._shape.thought_strip.encode())
             if rest == data:
                 break
-            ids[:1] = self._encode([rest.decode(errors="replace")], None, opens_text=False)
+            ids[:1] = self._encode([rest.decode(errors="replace")])
         return SettledAnswer(len(prompt) - len(history), ids)
 
     def _begin_items(self, system: str | None, messages: Sequence[Message]) -> list[_Item]:
@@ -188,7 +189,9 @@ class PromptEncoder:
             start = self._shape.after_system.get(first)
         if start is None:
             raise InvalidRequest(f"first message is the {first}'s, this model wants the user's", param="messages")
-        return [*items, *self._items[start], *self._conversation(rest)]
+        inside = head is not None and first == "user"
+        items += self._items[start]
+        return items + self._conversation(rest, first_trim=self._shape.trim_after_system if inside else None)
 
     def _arrange(
         self, system: str | None, messages: Sequence[Message], *, after_answer: bool = False
@@ -199,6 +202,8 @@ class PromptEncoder:
         if not after_answer:
             while said and said[0].role == "system":
                 heads.append(said.pop(0).content)
+        if self._shape.ignores_empty_system:
+            heads = [text for text in heads if text]
         # What has no place of its own goes before the next user message's text.
         waiting = heads if self._shape.before_system is None else []
         head = JOINT.join(heads) if heads and not waiting else None
@@ -227,11 +232,11 @@ class PromptEncoder:
             raise InvalidRequest(f"last message is the {last}'s, it must be the user's", param="messages")
         return head, rest
 
-    def _conversation(self, messages: Sequence[_Said]) -> list[_Item]:
+    def _conversation(self, messages: Sequence[_Said], *, first_trim: Trim | None = None) -> list[_Item]:
         """Return the items from the first message's content to where the answer begins."""
         items: list[_Item] = []
         for message, following in zip(messages, [*messages[1:], None], strict=True):
-            items.append(self._trimmed(message))
+            items.append(self._trimmed(message, None if items else first_trim))
             text = (
                 self._shape.to_answer[message.role]
                 if following is None
@@ -240,12 +245,10 @@ class PromptEncoder:
             items += self._items[text]
         return items
 
-    def _trimmed(self, message: _Said) -> str:
-        """Return a content as the template would write it."""
-        content = message.content
-        if message.role == "assistant" and self.template.kind.drops_thoughts:
-            content = without_thoughts(content)
-        trim = self._shape.trims.get(message.role)
+    def _trimmed(self, message: _Said, trim: Trim | None = None) -> str:
+        """Return a content as the template would write it; `trim` goes before that of its role."""
+        content = self._shape.without_thoughts(message.content) if message.role == "assistant" else message.content
+        trim = trim or self._shape.trims.get(message.role)
         return content if trim is None else trim.apply(content)
 
     def _compile(self, text: Text) -> tuple[_Item, ...]:
@@ -264,12 +267,21 @@ class PromptEncoder:
             items.append(piece[position:])
         return tuple(item for item in items if item != "")
 
-    def _encode(self, items: Iterable[_Item], date: Date | None, *, opens_text: bool) -> list[int]:
-        """Return the ids of template text, control tokens and contents in a row."""
+    def _turn_end(self) -> AddedToken | None:
+        return None if self.turn_end_id is None else self._tokenizer.added_token(self.turn_end_id)
+
+    def _encode(
+        self,
+        items: Iterable[_Item],
+        date: Date | None = None,
+        *,
+        opens_text: bool = False,
+        before: AddedToken | None = None,
+    ) -> list[int]:
+        """Return the ids of template text, control tokens and contents in a row, which follow the token `before`."""
         stretches: list[Stretch] = []
         slots: list[int | None] = []  # a control id, or None for the next stretch
         texts: list[str] = []
-        before: AddedToken | None = None
 
         def close_stretch(after: AddedToken | None) -> None:
             text = strip_beside("".join(texts), before=before, after=after)
@@ -299,10 +311,15 @@ class PromptEncoder:
                 ids.append(slot)
         return ids
 
-    def _find_control_ids(self) -> frozenset[int]:
-        """Return every added id but those that are words of the vocabulary which neither ends nor structures a text.
+    def _is_blank(self, token: AddedToken) -> bool:
+        """Return whether an added token is but a run of blanks that the vocabulary spells too, as in Gemma."""
+        blank = not token.content.replace("\u2581", " ").strip()
+        return blank and not token.special and self._tokenizer.in_vocabulary(token)
 
-        Gemma lists runs of blanks and HTML tags among its added tokens; its own merges spell them in any text.
+    def _find_control_ids(self) -> frozenset[int]:
+        """Return every added id but those that are words of the vocabulary which neither end nor structure a text.
+
+        Gemma lists HTML tags among its added tokens; its own merges spell them in any text.
         """
         written = {item.id for items in self._items.values() for item in items if isinstance(item, _Control)}
         ruling = written | self.stop_token_ids

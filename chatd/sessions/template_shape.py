@@ -55,7 +55,7 @@ class TemplateKind:
         generation_prompt_differs: What leads to an answer is not what stands before the same answer in history.
         system: Where a system prompt goes: at its place; to the last user message ("floating"); or nowhere, then it is
             put before the first user message's text.
-        default_system: Something stands before the first message even where there is no system prompt.
+        default_system: Where there is no system prompt the template writes one of its own.
         writes_date: The template writes the date, which is frozen at the session's creation.
         trims: Roles whose content the template strips.
         strict_turns: Only user and assistant in turn; messages in a row are joined.
@@ -107,6 +107,10 @@ class TemplateShape:
         between: Between two messages, by their roles.
         to_answer: From a message, by its role, to where the answer begins.
         closing: After an answer that ends the conversation.
+        trims: What is stripped from the contents of each role.
+        trim_after_system: The same for a user message that follows the system prompt, which Llama 2 puts inside it.
+        thought_strip: Characters stripped from what follows a thought that is dropped.
+        ignores_empty_system: An empty system prompt is none.
     """
 
     kind: TemplateKind
@@ -117,6 +121,15 @@ class TemplateShape:
     to_answer: Mapping[Role, Text]
     closing: Text
     trims: Mapping[Role, Trim]
+    trim_after_system: Trim
+    thought_strip: str
+    ignores_empty_system: bool
+
+    def without_thoughts(self, content: str) -> str:
+        """Return an earlier answer's text as a thought-dropping template writes it."""
+        if not self.kind.drops_thoughts or THOUGHT_END not in content:
+            return content
+        return content.rpartition(THOUGHT_END)[2].lstrip(self.thought_strip)
 
     def texts(self) -> list[Text]:
         """Return every piece once."""
@@ -134,7 +147,7 @@ class TemplateShape:
 class _Probe:
     roles: str  # one letter a message
     add_generation_prompt: bool = True
-    style: Literal["plain", "blanks", "thoughts"] = "plain"
+    style: Literal["plain", "blanks", "thoughts", "empty"] = "plain"
 
 
 _ROLES: dict[str, Role] = {"s": "system", "u": "user", "a": "assistant"}
@@ -143,7 +156,7 @@ _LEFT_BLANKS, _RIGHT_BLANKS = "\n\n \t", "\t \n\n"
 _LEFT_RESTS: dict[str | None, str] = {None: _LEFT_BLANKS, "\n": " \t", "": ""}
 _RIGHT_RESTS: dict[str | None, str] = {None: _RIGHT_BLANKS, "\n": "\t ", "": ""}
 THOUGHT_START, THOUGHT_END = "<think>", "</think>"
-_THOUGHT = "quite a secret thought"
+_THOUGHT, _AFTER_THOUGHT = "quite a secret thought", "\n\n"
 
 _PLAIN = ["u", "su", "uau", "suau", "uauau", "suauau", "uu", "uaau", "usu", "uasu", "suasu", "ssu", "au", "sau", "ua"]
 _PROBES = [
@@ -151,9 +164,11 @@ _PROBES = [
     _Probe("ua", add_generation_prompt=False),
     *(_Probe(roles, style="blanks") for roles in ("u", "su", "uau")),
     _Probe("uau", style="thoughts"),
+    _Probe("su", style="empty"),
 ]
 
-_SLOT = re.compile("\ue000([0-9]+)\ue001")
+# Letters, quotes and the rest betray a template that changes case, escapes or quotes.
+_SLOT = re.compile("\ue000<\"Mm&([0-9]+)'>\ue001")
 _DATE = re.compile(f"{DATE_START}([0-9]+){DATE_END}")
 _PRIVATE = re.compile(f"[\ue000\ue001{DATE_START}{DATE_END}]")
 
@@ -172,19 +187,16 @@ def shape_of(rendered: Sequence[Rendered]) -> TemplateShape:
     return _Findings(dict(zip(_PROBES, rendered, strict=True))).shape()
 
 
-def without_thoughts(content: str) -> str:
-    """Return an earlier answer's text as thought-dropping templates write it (`TemplateKind.drops_thoughts`)."""
-    return content.rpartition(THOUGHT_END)[2].lstrip("\n") if THOUGHT_END in content else content
-
-
 def _messages(probe: _Probe) -> list[dict[str, str]]:
     messages = []
     for number, letter in enumerate(probe.roles):
-        content = f"\ue000{number}\ue001"
+        content = f"\ue000<\"Mm&{number}'>\ue001"
         if probe.style == "blanks":
             content = f"{_LEFT_BLANKS}{content}{_RIGHT_BLANKS}"
+        elif probe.style == "empty" and letter == "s":
+            content = ""
         elif probe.style == "thoughts" and letter == "a":
-            content = f"{THOUGHT_START}\n{_THOUGHT}\n{THOUGHT_END}\n\n{content}"
+            content = f"{THOUGHT_START}\n{_THOUGHT}\n{THOUGHT_END}{_AFTER_THOUGHT}{content}"
         messages.append({"role": _ROLES[letter], "content": content})
     return messages
 
@@ -210,7 +222,7 @@ class _Findings:
         if texts := self.cut(_Probe("au")):
             opening["assistant"] = texts[0]
         # An answer after an answer needs a header of its own.
-        if (texts := self.cut(_Probe("ua"))) and texts[-1]:
+        if (texts := self.cut(_Probe("ua"))) and texts[-1] != closing:
             to_answer["assistant"] = texts[-1]
         if texts := self.cut(_Probe("uu")):
             between["user", "user"] = texts[1]
@@ -219,7 +231,11 @@ class _Findings:
         if (texts := self.cut(_Probe("uasu"))) and (user_system := self.cut(_Probe("usu"))):
             between["assistant", "system"], between["system", "user"] = texts[2:4]
             between["user", "system"] = user_system[1]
-        trims = self.trims()
+        trims: dict[Role, Trim] = {"user": self.trim("u", 0), "assistant": self.trim("uau", 1)}
+        trim_after_system = trims["user"]
+        if before_system is not None:
+            trims = {"system": self.trim("su", 0), **trims}
+            trim_after_system = self.trim("su", 1)
         return TemplateShape(
             self.kind(before_system, between, to_answer, trims),
             opening,
@@ -229,6 +245,9 @@ class _Findings:
             to_answer,
             closing,
             trims,
+            trim_after_system,
+            self.thought_strip(),
+            self.ignores_empty_system(),
         )
 
     def kind(
@@ -245,7 +264,7 @@ class _Findings:
             system = "floating"
         drops_thoughts = _THOUGHT not in (self.results[_Probe("uau", style="thoughts")].text or "")
         opening = self.parts(_Probe("u"))[0]
-        opening_of_system = self.parts(_Probe("su"))[0] if before_system is not None else opening
+        before, after = self.parts(_Probe("su"))[:2] if before_system is not None else (opening, "")
         differs = to_answer["user"] != between["user", "assistant"]
         texts = [text for probe in _PROBES for text in self.cut(probe) or ()]
         return TemplateKind(
@@ -253,7 +272,7 @@ class _Findings:
             drops_thoughts=drops_thoughts,
             generation_prompt_differs=differs,
             system=system,
-            default_system=opening != opening_of_system and opening.startswith(opening_of_system),
+            default_system=opening.startswith(before) and opening not in (before, before + after),
             writes_date=any(isinstance(piece, DateSlot) for text in texts for piece in text),
             trims=tuple(role for role, trim in trims.items() if trim != Trim()),
             strict_turns=("user", "user") not in between,
@@ -271,24 +290,29 @@ class _Findings:
         first, turn = self.needed(_Probe("u")), self.needed(_Probe("uau"))
         return turn[0] == first[0] and self.cut(_Probe("uauau")) == (*turn[:3], *turn[1:])
 
-    def trims(self) -> dict[Role, Trim]:
-        """Return what is stripped from the contents of each role."""
-        trims: dict[Role, Trim] = {}
-        for roles, number in (("su", 0), ("u", 0), ("uau", 1)):
-            role = _ROLES[roles[number]]
-            if role == "system" and self.cut(_Probe(roles)) is None:
-                continue
-            plain, blanks = self.parts(_Probe(roles)), self.parts(_Probe(roles, style="blanks"))
-            if len(plain) != len(blanks):
-                raise ModelError(f"the chat template changes {role} messages with blanks, which is not understood")
-            left = [chars for chars, rest in _LEFT_RESTS.items() if blanks[number].endswith(plain[number] + rest)]
-            right = [
-                chars for chars, rest in _RIGHT_RESTS.items() if blanks[number + 1].startswith(rest + plain[number + 1])
-            ]
-            if not left or not right:
-                raise ModelError(f"the chat template strips {role} messages in a way that is not understood")
-            trims[role] = Trim(left[0], right[0])
-        return trims
+    def trim(self, roles: str, number: int) -> Trim:
+        """Return what is stripped from one message of a conversation."""
+        plain, blanks = self.parts(_Probe(roles)), self.parts(_Probe(roles, style="blanks"))
+        left: list[str | None] = []
+        right: list[str | None] = []
+        if len(plain) == len(blanks):
+            before, after = blanks[number], blanks[number + 1]
+            left = [chars for chars, rest in _LEFT_RESTS.items() if before.endswith(plain[number] + rest)]
+            right = [chars for chars, rest in _RIGHT_RESTS.items() if after.startswith(rest + plain[number + 1])]
+        if not left or not right:
+            raise ModelError(
+                f"the chat template strips {_ROLES[roles[number]]} messages in a way that is not understood"
+            )
+        return Trim(left[0], right[0])
+
+    def thought_strip(self) -> str:
+        """Return what is stripped from the text after a thought."""
+        plain, thoughts = self.parts(_Probe("uau")), self.parts(_Probe("uau", style="thoughts"))
+        return "" if thoughts[1:2] == [plain[1] + _AFTER_THOUGHT] else _AFTER_THOUGHT
+
+    def ignores_empty_system(self) -> bool:
+        """Return whether an empty system prompt gives what none gives."""
+        return self.parts(_Probe("su", style="empty")) == self.parts(_Probe("u"))
 
     def needed(self, probe: _Probe) -> tuple[Text, ...]:
         """Return the texts around the markers of a conversation that every template must render."""
