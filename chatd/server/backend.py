@@ -1,0 +1,204 @@
+"""What serves behind the doors: finds the model, starts the engine, and puts sessions between the two. No torch.
+
+Loading runs while the doors are open already and say how far it is. The tokenizer and the template are loaded while the
+engine's process starts, since either takes a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from chatd.config import Settings, parse_bytes
+from chatd.engine.client import EngineClient
+from chatd.engine.messages import Ready
+from chatd.engine.options import EngineOptions, TenantShare
+from chatd.errors import StartupError
+from chatd.server.daemon import Daemon
+from chatd.server.logging import get_logger
+from chatd.sessions.limits import SessionLimits
+from chatd.sessions.manager import SessionManager
+from chatd.sessions.model_profile import ModelProfile
+from chatd.sessions.prompt_encoder import PromptEncoder
+from chatd.sessions.template import ChatTemplate
+from chatd.sessions.tokenizer import ChatTokenizer, load_tokenizer
+
+Progress = Callable[[str, float], None]
+logger = get_logger("chatd.server")
+
+
+class ModelFiles(Protocol):
+    """A checked model on this machine; see `models.registry.ModelFiles`."""
+
+    @property
+    def id(self) -> str:
+        """The name that clients use."""
+        ...
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Of weights and config."""
+        ...
+
+
+Resolve = Callable[[str, Progress], ModelFiles]
+
+
+def resolve_model(name: str, progress: Progress) -> ModelFiles:
+    """Return a model's files, fetched and converted if need be.
+
+    Raises:
+        ModelError: It cannot be had.
+    """
+    # Here and not above: a daemon whose model is given by a test never needs the registry.
+    from chatd.models.registry import resolve
+
+    return resolve(name, progress=progress)
+
+
+class Backend:
+    """The model, the engine and the sessions of one daemon.
+
+    Args:
+        daemon: Told of progress, and opened when all is there.
+        settings: All of them.
+        resolve: Finds the model; blocks, so it runs in a thread.
+        make_engine: Makes the engine's front side.
+    """
+
+    def __init__(
+        self,
+        daemon: Daemon,
+        settings: Settings,
+        *,
+        resolve: Resolve = resolve_model,
+        make_engine: Callable[[EngineOptions], EngineClient] = EngineClient,
+    ) -> None:
+        self._daemon = daemon
+        self._settings = settings
+        self._resolve = resolve
+        self._make_engine = make_engine
+        self._engine: EngineClient | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    async def load(self) -> Ready:
+        """Bring everything up and open the daemon.
+
+        Raises:
+            StartupError: What is wrong with the model, the machine or the settings.
+        """
+        daemon, settings = self._daemon, self._settings
+        options_of = engine_options(settings)
+        files = await asyncio.to_thread(self._resolve, settings.model.name, daemon.report)
+        engine = self._engine = self._make_engine(options_of(files))
+        daemon.report("starting the engine", 0.0)
+        starting = asyncio.create_task(engine.start(self._on_progress), name="engine start")
+        try:
+            tokenizer, encoder = await asyncio.to_thread(_load_encoder, files.path)
+            ready = await starting
+        except BaseException:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            raise
+        profile = ModelProfile.from_folder(
+            files.path,
+            model_id=files.id,
+            context=ready.max_model_len,
+            vocab_size=ready.vocab_size,
+            stop_token_ids=encoder.stop_token_ids,
+            max_tokens=settings.sessions.max_tokens,
+        )
+        manager = SessionManager(
+            engine, encoder, profile, session_limits(settings), vocabulary=tokenizer, boot=daemon.boot
+        )
+        self._running = asyncio.create_task(manager.run(), name="sessions")
+        daemon.open(manager, engine)
+        for line in describe(ready, encoder):
+            logger.info("engine.ready", note=line)
+        return ready
+
+    def _on_progress(self, phase: str, progress: float) -> None:
+        self._daemon.report(phase, progress)
+
+    async def close(self) -> None:
+        """End the sessions and the engine's process."""
+        if self._engine is not None:
+            await self._engine.close()
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
+
+def _load_encoder(folder: Path) -> tuple[ChatTokenizer, PromptEncoder]:
+    tokenizer = load_tokenizer(folder)
+    return tokenizer, PromptEncoder(ChatTemplate.load(folder, tokenizer), tokenizer)
+
+
+def engine_options(settings: Settings) -> Callable[[ModelFiles], EngineOptions]:
+    """Return what makes the engine's options once the model is known; settings that are wrong are refused now.
+
+    Raises:
+        ConfigError: `engine.kv_memory` is no size.
+    """
+    model, engine = settings.model, settings.engine
+    kv_memory = engine.kv_memory.strip()
+    kv_bytes = None if kv_memory.lower() == "auto" else parse_bytes(kv_memory, param="engine.kv_memory")
+    tenants: Mapping[str, TenantShare] = {
+        name: TenantShare(weight=share.weight, floor=share.floor) for name, share in settings.tenants.items()
+    }
+
+    def options(files: ModelFiles) -> EngineOptions:
+        return EngineOptions(
+            model_id=files.id,
+            model_path=str(files.path),
+            model_digest=files.digest,
+            quantization=model.quantization,
+            kv_dtype=model.kv_dtype,
+            max_model_len=model.max_model_len,
+            block_size=engine.block_size,
+            kv_memory_bytes=kv_bytes,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_queued_requests=engine.max_queued_requests,
+            num_threads=engine.threads,
+            tenants=dict(tenants),
+            log_level=settings.log.level,
+        )
+
+    return options
+
+
+def session_limits(settings: Settings) -> SessionLimits:
+    """Return the bounds of sessions."""
+    sessions = settings.sessions
+    return SessionLimits(
+        max_sessions_per_user=sessions.max_sessions_per_user,
+        max_content_bytes=sessions.max_content_bytes,
+        max_history_bytes=settings.server.max_body_bytes,
+        max_turns_per_user=settings.quotas.max_inflight,
+        replay_events=sessions.replay_events,
+        replay_bytes=sessions.replay_bytes,
+        replay_ttl_s=sessions.replay_ttl_s,
+        max_known_messages=sessions.max_known_messages,
+    )
+
+
+def describe(ready: Ready, encoder: PromptEncoder) -> list[str]:
+    """Return what a person at the terminal wants to know of the engine that runs."""
+    return [
+        *ready.notes,
+        f"weights in {ready.quantization}, {ready.kv_bytes / 2**20:.0f} MiB of KV cache",
+        f"chat template: {encoder.template.kind}",
+    ]
+
+
+def startup_reason(error: BaseException) -> str:
+    """Return an error of loading in one line, for `/ready`."""
+    return error.message if isinstance(error, StartupError) else f"{type(error).__name__}: {error}"

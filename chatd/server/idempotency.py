@@ -1,0 +1,85 @@
+"""The first answer to a command that comes twice: a client that lost its connection sends what was not answered again.
+
+In memory and bounded; a command whose answer is no longer kept is carried out again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import msgspec
+
+from chatd.errors import Conflict
+from chatd.protocol import Command, Event
+
+MAX_ANSWERS = 8192
+
+
+@dataclass(slots=True)
+class Answer:
+    """What became of one command.
+
+    Attributes:
+        body: Tells the command from another one under the same id.
+        event: The answer, once there is one; None where the command was refused.
+    """
+
+    body: bytes
+    event: asyncio.Future[Event | None]
+
+
+class AnswerCache:
+    """Answers by (tenant, user, command id).
+
+    Args:
+        max_answers: Kept at most; the oldest go first.
+    """
+
+    def __init__(self, max_answers: int = MAX_ANSWERS) -> None:
+        self._max_answers = max_answers
+        self._answers: OrderedDict[tuple[str, str, str], Answer] = OrderedDict()
+
+    async def earlier(self, tenant: str, user: str, command: Command) -> Event | None:
+        """Return the first answer to this very command; None where it is new, and has now begun.
+
+        `finish` or `forget` must follow where it is new. Waits where the command is being carried out.
+
+        Raises:
+            Conflict: The id was used for something else.
+        """
+        assert command.id is not None, "only commands with an id can come twice"
+        key = (tenant, user, command.id)
+        body = hashlib.sha256(msgspec.json.encode(command)).digest()
+        while True:
+            known = self._answers.get(key)
+            if known is None:
+                self._answers[key] = Answer(body, asyncio.get_running_loop().create_future())
+                while len(self._answers) > self._max_answers:
+                    _, oldest = self._answers.popitem(last=False)
+                    _settle(oldest, None)
+                return None
+            if known.body != body:
+                raise Conflict(f"{command.id!r} was the id of another command", code="id_reused", param="id")
+            event = await asyncio.shield(known.event)
+            if event is not None:
+                return event
+
+    def finish(self, tenant: str, user: str, command: Command, event: Event) -> None:
+        """Keep the answer."""
+        answer = self._answers.get((tenant, user, command.id or ""))
+        if answer is not None:
+            _settle(answer, event)
+
+    def forget(self, tenant: str, user: str, command: Command) -> None:
+        """Forget a command that was refused: it may be sent again under its id."""
+        answer = self._answers.pop((tenant, user, command.id or ""), None)
+        if answer is not None:
+            _settle(answer, None)
+
+
+def _settle(answer: Answer, event: Event | None) -> None:
+    if not answer.event.done():
+        answer.event.set_result(event)

@@ -1,0 +1,169 @@
+"""The socket that the daemon listens on, taken before anything is loaded; and uvicorn around it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import signal
+import socket
+import ssl
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+
+from chatd.config import ServerSettings
+from chatd.errors import ConfigError, EnvironmentProblem, PortInUse
+from chatd.protocol import MIN_FRAME_BYTES
+from chatd.server.http_protocol import BoundedHttpProtocol, BoundedWebSocketProtocol
+
+BACKLOG = 512
+KEEP_ALIVE_S = 30
+MAX_HEADER_BYTES = 32 * 1024
+SHUTDOWN_TIMEOUT_S = 3
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a listening socket.
+
+    Raises:
+        PortInUse: Somebody else listens there.
+        EnvironmentProblem: The port is not allowed to this user.
+        ConfigError: The address is not this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"{host!r} is no address: {error.strerror} (--host)", param="server.host") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise _refused(error, host, port) from None
+    return listener
+
+
+def _refused(error: OSError, host: str, port: int) -> Exception:
+    if error.errno == errno.EADDRINUSE:
+        return PortInUse(
+            f"port {port} of {host} is in use (--port)",
+            param="server.port",
+            hint="another chatd may be running; --port 0 takes a free one",
+        )
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return EnvironmentProblem(f"port {port} is not allowed to this user (--port)", param="server.port")
+    return ConfigError(f"{host} is no address of this machine: {error.strerror} (--host)", param="server.host")
+
+
+def tls_context_arguments(settings: ServerSettings) -> dict[str, str]:
+    """Return uvicorn's arguments for TLS, checked.
+
+    Raises:
+        ConfigError: One of the pair is missing, or cannot be read.
+    """
+    cert, key = settings.tls_cert, settings.tls_key
+    if cert is None and key is None:
+        return {}
+    if cert is None or key is None:
+        raise ConfigError("TLS needs --tls-cert and --tls-key", param="server.tls_cert")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"{cert} and {key} are no certificate and its key: {error}", param="server.tls_cert"
+        ) from None
+    return {"ssl_certfile": str(cert), "ssl_keyfile": str(key)}
+
+
+def uvicorn_config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
+    """Return uvicorn's configuration: one process, no compression, no logs of its own."""
+    proxy = settings.behind_proxy
+    return uvicorn.Config(
+        app,
+        http=BoundedHttpProtocol,
+        ws=BoundedWebSocketProtocol,
+        ws_max_size=MIN_FRAME_BYTES,
+        ws_per_message_deflate=False,
+        ws_ping_interval=float(settings.heartbeat_s),
+        ws_ping_timeout=float(settings.heartbeat_s),
+        lifespan="on",
+        loop="asyncio",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=proxy is not None,
+        forwarded_allow_ips=proxy,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        backlog=BACKLOG,
+        **tls_context_arguments(settings),  # type: ignore[arg-type]
+    )
+
+
+class Server(uvicorn.Server):
+    """uvicorn that drains before it stops.
+
+    The first SIGTERM or SIGINT drains, the second ends at once; neither is raised again afterwards, so that a daemon
+    that was asked to stop exits with 0.
+
+    Args:
+        config: Of uvicorn.
+        drain: Awaited before connections are closed.
+        on_started: Called once the socket accepts.
+        handle_signals: False where somebody else owns the process's signals.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        *,
+        drain: Callable[[], Awaitable[None]],
+        on_started: Callable[[], None] | None = None,
+        handle_signals: bool = True,
+    ) -> None:
+        super().__init__(config)
+        self._drain = drain
+        self._on_started = on_started
+        self._handle_signals = handle_signals
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections."""
+        await super().startup(sockets)
+        if self.started and self._on_started is not None:
+            self._on_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain, then close every connection."""
+        if not self.force_exit:
+            await self._drain()
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop; at once where it was asked to stop before."""
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take the signals that ask a process to end, for as long as it serves."""
+        if not self._handle_signals or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -1,0 +1,337 @@
+"""The OpenAI-compatible door: `GET /v1/models` and `POST /v1/chat/completions`, streamed and not.
+
+Here a disconnect cancels the answer, the opposite of the native door: the client has no way to come back for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message as AsgiMessage
+from starlette.types import Receive, Scope, Send
+
+from chatd.engine.messages import RequestClass
+from chatd.errors import ChatdError, EngineError, InvalidRequest, NotFound, Unavailable
+from chatd.protocol import Logprob
+from chatd.server.auth import Principal
+from chatd.server.daemon import Daemon, Stream
+from chatd.server.http_errors import BodyTooLarge, BodyTooSlow
+from chatd.server.logging import get_logger
+from chatd.server.openai_frames import (
+    DONE,
+    AnswerMessage,
+    ChatCompletion,
+    Choice,
+    Chunk,
+    ChunkChoice,
+    ChunkWithUsage,
+    CompletionUsage,
+    Delta,
+    encode_body,
+    encode_event,
+    error_body,
+    finish_reason_of,
+    logprobs_of,
+    model_body,
+)
+from chatd.server.openai_schema import CONVERSATION_ID_CHARS, ChatRequest, decode_chat_request
+from chatd.server.policy import owner_of
+from chatd.sessions.stateless import Completion, CompletionRequest
+from chatd.tenants.quotas import KeyQuota
+
+BODY_TIMEOUT_S = 30.0
+SEND_TIMEOUT_S = 30.0
+CONVERSATION_HEADERS = ("x-conversation-id", "x-openwebui-chat-id")
+T = TypeVar("T")
+logger = get_logger("chatd.server")
+
+
+async def list_models(request: Request) -> Response:
+    """Serve `GET /v1/models`."""
+    daemon: Daemon = request.app.state.daemon
+    model = daemon.manager.model
+    body = {"object": "list", "data": [model_body(model.id, daemon.created, model.context)]}
+    return Response(encode_body(body), media_type="application/json")
+
+
+async def get_model(request: Request) -> Response:
+    """Serve `GET /v1/models/{model}`."""
+    daemon: Daemon = request.app.state.daemon
+    model = daemon.manager.model
+    _check_model(request.path_params["model"], model.id)
+    return Response(encode_body(model_body(model.id, daemon.created, model.context)), media_type="application/json")
+
+
+async def chat_completions(request: Request) -> Response:
+    """Serve `POST /v1/chat/completions`.
+
+    Raises:
+        ChatdError: The request is refused; nothing was done.
+    """
+    daemon: Daemon = request.app.state.daemon
+    principal: Principal = request.state.principal
+    daemon.check_accepting()
+    manager = daemon.manager
+    chat, messages, params = decode_chat_request(await read_body(request, daemon.settings.server.max_body_bytes))
+    _check_model(chat.model, manager.model.id)
+    wanted = CompletionRequest(
+        messages=messages,
+        params=params,
+        conversation_id=_conversation_id(request, chat),
+        request_class=_request_class(principal),
+    )
+    quota = daemon.quota_of(principal)
+    quota.admit()
+    try:
+        completion = await manager.complete(owner_of(principal), wanted)
+    except BaseException:
+        quota.refund()
+        raise
+    # From here on the answer has an owner: sending it ends the generation and settles the quota, whatever happens.
+    answer = _Answer(daemon, principal, quota, completion, chat)
+    return StreamedAnswer(answer) if chat.stream else WholeAnswer(answer)
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Return a body, read no further than `max_bytes`.
+
+    Raises:
+        BodyTooLarge: Says both numbers where the client told its own.
+        BodyTooSlow: It took longer than `BODY_TIMEOUT_S`.
+    """
+    told = request.headers.get("content-length", "")
+    if told.isdecimal() and int(told[:20]) > max_bytes:
+        raise BodyTooLarge(f"the body has {told[:20]} bytes, the limit is {max_bytes} (server.max_body_bytes)")
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise InvalidRequest("compressed bodies are not read", param="content-encoding")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > max_bytes:
+                    raise BodyTooLarge(f"the body has more than {max_bytes} bytes (server.max_body_bytes)")
+    except TimeoutError:
+        raise BodyTooSlow(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+    except ClientDisconnect:
+        raise InvalidRequest("the client left before its body was read", code="disconnected") from None
+    return bytes(body)
+
+
+def _check_model(named: str, served: str) -> None:
+    if named != served:
+        raise NotFound(
+            f"the model {named[:128]!r} is not served here", code="model_not_found", param="model", hint=f"use {served}"
+        )
+
+
+def _conversation_id(request: Request, chat: ChatRequest) -> str | None:
+    for name in CONVERSATION_HEADERS:
+        value = request.headers.get(name)
+        if value:
+            return value[:CONVERSATION_ID_CHARS]
+    return chat.prompt_cache_key[:CONVERSATION_ID_CHARS] if chat.prompt_cache_key else None
+
+
+def _request_class(principal: Principal) -> RequestClass:
+    wanted = RequestClass.INTERACTIVE
+    return wanted if wanted in principal.classes else RequestClass.BATCH
+
+
+class _Answer:
+    """One answer on its way out; ends with its client, with its key, or by itself."""
+
+    def __init__(
+        self, daemon: Daemon, principal: Principal, quota: KeyQuota, completion: Completion, chat: ChatRequest
+    ) -> None:
+        self.completion = completion
+        self.chat = chat
+        self.id = f"chatcmpl-{completion.id.removeprefix('resp_')}"
+        self.created = int(time.time())
+        self.fingerprint = f"chatd-{daemon.version}"
+        self._daemon = daemon
+        self._quota = quota
+        self._stream = Stream(principal.key_id, self.cancel)
+        self._cancelled = asyncio.Event()
+        daemon.streams.add(self._stream)
+
+    def cancel(self) -> None:
+        """End it from outside: its key was revoked."""
+        self._cancelled.set()
+
+    async def until_gone(self, receive: Receive) -> None:
+        """Return when the client has left, or the answer was cancelled from outside."""
+        cancelled = asyncio.ensure_future(self._cancelled.wait())
+        left = asyncio.ensure_future(_until_disconnect(receive))
+        try:
+            await asyncio.wait((cancelled, left), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            cancelled.cancel()
+            left.cancel()
+
+    async def race(self, work: Awaitable[T], receive: Receive) -> T | None:
+        """Return what `work` does, or None where the client left first; the generation is over in any case."""
+        working = asyncio.ensure_future(work)
+        gone = asyncio.ensure_future(self.until_gone(receive))
+        try:
+            await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                logger.info("completion.cancelled", id=self.id)
+                return None
+            return working.result()
+        finally:
+            gone.cancel()
+            working.cancel()
+            await asyncio.gather(working, gone, return_exceptions=True)
+            self._end()
+
+    def _end(self) -> None:
+        completion = self.completion
+        completion.cancel()
+        usage = completion.usage
+        self._quota.finish(0 if usage is None else usage.input_tokens - usage.cached_tokens + usage.output_tokens)
+        self._daemon.streams.discard(self._stream)
+
+    def check(self) -> None:
+        """Raise where the answer failed, once it has ended.
+
+        Raises:
+            ChatdError: What went wrong.
+        """
+        if self.completion.error is not None:
+            raise self.completion.error
+        if self.completion.finish_reason == "draining":
+            raise Unavailable("the daemon is stopping", code="draining", retry_after_ms=5000)
+
+    def usage(self) -> CompletionUsage:
+        """Return the tokens of an answer that ended."""
+        usage = self.completion.usage
+        assert usage is not None, "an answer without usage"
+        return CompletionUsage.of(usage)
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+
+
+class WholeAnswer(Response):
+    """An answer in one piece."""
+
+    def __init__(self, answer: _Answer) -> None:
+        super().__init__()
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Wait for the answer, then send it."""
+        body = await self._answer.race(self._collect(), receive)
+        if body is not None:
+            await Response(body, media_type="application/json")(scope, receive, send)
+
+    async def _collect(self) -> bytes:
+        answer = self._answer
+        texts: list[str] = []
+        logprobs: list[Logprob] = []
+        async for delta in answer.completion:
+            texts.append(delta.text)
+            logprobs += delta.logprobs or ()
+        answer.check()
+        choice = Choice(
+            message=AnswerMessage(content="".join(texts)),
+            finish_reason=finish_reason_of(answer.completion.finish_reason or ""),
+            logprobs=logprobs_of(logprobs if answer.chat.logprobs else None),
+        )
+        return encode_body(
+            ChatCompletion(
+                id=answer.id,
+                created=answer.created,
+                model=answer.chat.model,
+                system_fingerprint=answer.fingerprint,
+                choices=(choice,),
+                usage=answer.usage(),
+            )
+        )
+
+
+class StreamedAnswer(Response):
+    """An answer as server-sent events."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answer: _Answer) -> None:
+        super().__init__()
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events until the answer ends or the client leaves."""
+        await self._answer.race(self._stream(send, scope.get(ABORT_EXTENSION)), receive)
+
+    async def _stream(self, send: Send, abort: Callable[[], None] | None) -> None:
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await _send_in_time(send, {"type": "http.response.start", "status": 200, "headers": headers}, abort)
+        async for event in self._events():
+            await _send_in_time(send, {"type": "http.response.body", "body": event, "more_body": True}, abort)
+        await _send_in_time(send, {"type": "http.response.body", "body": DONE}, abort)
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        answer = self._answer
+        yield encode_event(self._chunk(ChunkChoice(delta=Delta(role="assistant", content=""))))
+        try:
+            async for delta in answer.completion:
+                logprobs = logprobs_of(delta.logprobs if answer.chat.logprobs else None)
+                yield encode_event(self._chunk(ChunkChoice(delta=Delta(content=delta.text), logprobs=logprobs)))
+            answer.check()
+        except ChatdError as error:
+            yield encode_event(error_body(error))
+            return
+        except Exception:
+            logger.exception("completion.failed", id=answer.id)
+            yield encode_event(error_body(EngineError("the answer failed; the daemon's log says more")))
+            return
+        reason = finish_reason_of(answer.completion.finish_reason or "")
+        yield encode_event(self._chunk(ChunkChoice(delta=Delta(), finish_reason=reason)))
+        if self._with_usage:
+            yield encode_event(self._chunk(None, answer.usage()))
+
+    @property
+    def _with_usage(self) -> bool:
+        options = self._answer.chat.stream_options
+        return options is not None and options.include_usage
+
+    def _chunk(self, choice: ChunkChoice | None, usage: CompletionUsage | None = None) -> Chunk:
+        answer = self._answer
+        fields: dict[str, Any] = {
+            "id": answer.id,
+            "created": answer.created,
+            "model": answer.chat.model,
+            "system_fingerprint": answer.fingerprint,
+            "choices": (choice,) if choice is not None else (),
+        }
+        return ChunkWithUsage(**fields, usage=usage) if self._with_usage else Chunk(**fields)
+
+
+ABORT_EXTENSION = "chatd.abort"
+"""In an HTTP scope: drops the connection at once, with what it has not read."""
+
+
+async def _send_in_time(send: Send, message: AsgiMessage, abort: Callable[[], None] | None) -> None:
+    """Send, or end the connection of a reader that does not read."""
+    try:
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await send(message)
+    except TimeoutError:
+        logger.info("completion.reader_too_slow")
+        if abort is not None:
+            abort()
+        raise ClientDisconnect from None

@@ -1,0 +1,255 @@
+"""The commands of chatd.v1: for each, what a caller must show and what is done.
+
+Every command that names a session finds it through `manager.resolve`, where somebody else's session is as unknown as
+one that does not exist. A command without an entry in `VERBS` keeps the daemon from starting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from chatd.errors import PermissionDenied
+from chatd.protocol import (
+    COMMANDS,
+    Command,
+    Event,
+    ItemAdded,
+    Ping,
+    Pong,
+    PoolSubscribe,
+    PoolUnsubscribe,
+    PoolUnsubscribed,
+    RateLimitsUpdated,
+    ResponseCancel,
+    SessionAttach,
+    SessionClose,
+    SessionClosed,
+    SessionCreate,
+    SessionCreated,
+    SessionDetach,
+    SessionDetached,
+    SessionGet,
+    SessionGot,
+    SessionList,
+    SessionUpdate,
+    SessionUpdated,
+    UserMessage,
+)
+from chatd.server.policy import Access, check_verbs
+from chatd.server.pool_view import PoolSubscription
+
+if TYPE_CHECKING:
+    from chatd.server.websocket import Connection
+    from chatd.sessions.session import Session
+    from chatd.sessions.turn import Turn
+    from chatd.tenants.quotas import KeyQuota
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """One command.
+
+    Attributes:
+        access: What a caller must show.
+        handler: Carries it out; returns the answer where it may be asked for again.
+        once: A second command with the same id gets the first answer.
+    """
+
+    access: Access
+    handler: Callable[[Connection, Any], Awaitable[Event | None]]
+    once: bool = False
+
+
+async def carry_out(connection: Connection, command: Command) -> None:
+    """Carry out one command of a connection.
+
+    Raises:
+        ChatdError: It is refused; nothing was done.
+    """
+    verb = VERBS[type(command)]
+    if verb.access is Access.OPERATOR and not connection.principal.operator:
+        raise PermissionDenied("this needs the operator's key")
+    connection.daemon.metrics.command_received(str(command.__struct_config__.tag))
+    if not verb.once or command.id is None:
+        await verb.handler(connection, command)
+        return
+    answers, owner = connection.daemon.answers, connection.owner
+    earlier = await answers.earlier(owner.tenant, owner.user, command)
+    if earlier is not None:
+        _repeat(connection, command, earlier)
+        return
+    answer: Event | None = None
+    try:
+        answer = await verb.handler(connection, command)
+    finally:
+        if answer is None:
+            answers.forget(owner.tenant, owner.user, command)
+        else:
+            answers.finish(owner.tenant, owner.user, command, answer)
+
+
+def _repeat(connection: Connection, command: Command, earlier: Event) -> None:
+    """Give the first answer again; a session that was created is attached to this connection too."""
+    if isinstance(earlier, SessionCreated):
+        session = connection.daemon.manager.resolve(connection.owner, earlier.session.id)
+        _attach_new(connection, session, command.id)
+    else:
+        connection.deliver(earlier)
+
+
+async def _session_create(connection: Connection, command: SessionCreate) -> Event | None:
+    connection.daemon.check_accepting()
+    session = await connection.daemon.manager.create(connection.owner, command)
+    return _attach_new(connection, session, command.id)
+
+
+def _attach_new(connection: Connection, session: Session, re: str | None) -> Event:
+    manager = connection.daemon.manager
+    if connection.is_closed:
+        return SessionCreated(session=manager.info(session), re=re)
+    created = manager.created(session, connection, re=re)
+    connection.deliver(created)
+    manager.start(session, connection)
+    return created
+
+
+async def _session_attach(connection: Connection, command: SessionAttach) -> Event | None:
+    manager = connection.daemon.manager
+    session = manager.resolve(connection.owner, command.session)
+    if not connection.is_closed:
+        connection.deliver(manager.attach(session, connection, command))
+        manager.start(session, connection)
+    return None
+
+
+async def _session_list(connection: Connection, command: SessionList) -> Event | None:
+    listed = connection.daemon.manager.list(connection.owner, command)
+    connection.deliver(msgspec.structs.replace(listed, re=command.id))
+    return None
+
+
+async def _session_get(connection: Connection, command: SessionGet) -> Event | None:
+    manager = connection.daemon.manager
+    session = manager.resolve(connection.owner, command.session)
+    connection.deliver(SessionGot(session=manager.info(session), items=manager.items(session), re=command.id))
+    return None
+
+
+async def _session_update(connection: Connection, command: SessionUpdate) -> Event | None:
+    manager = connection.daemon.manager
+    session = manager.resolve(connection.owner, command.session)
+    before = session.ring.head_seq
+    await manager.update(session, command, re=command.id, subscriber=connection)
+    return _first_after(session, before, SessionUpdated, command.id)
+
+
+async def _session_detach(connection: Connection, command: SessionDetach) -> Event | None:
+    manager = connection.daemon.manager
+    session = manager.resolve(connection.owner, command.session)
+    manager.detach(session, connection)
+    connection.deliver(SessionDetached(session=session.id, re=command.id))
+    return None
+
+
+async def _session_close(connection: Connection, command: SessionClose) -> Event | None:
+    manager = connection.daemon.manager
+    session = manager.resolve(connection.owner, command.session)
+    await manager.close(session, re=command.id, subscriber=connection)
+    return SessionClosed(session=session.id, re=command.id)
+
+
+async def _user_message(connection: Connection, command: UserMessage) -> Event | None:
+    daemon = connection.daemon
+    daemon.check_accepting()
+    session = daemon.manager.resolve(connection.owner, command.session)
+    before = session.ring.head_seq
+    if not command.respond:
+        await daemon.manager.user_message(session, command, connection)
+        return _first_after(session, before, ItemAdded, command.id)
+    quota = daemon.quota_of(connection.principal)
+    quota.admit()
+    try:
+        await daemon.manager.user_message(session, command, connection)
+    except BaseException:
+        quota.refund()
+        raise
+    added = _first_after(session, before, ItemAdded, command.id)
+    if session.turn is not None:
+        daemon.spawn(_charge(session.turn, quota), "charge of a turn")
+    else:
+        quota.finish(0)
+    limits = quota.state()
+    if limits:
+        connection.deliver(RateLimitsUpdated(limits=[dict(row) for row in limits]))
+    return added
+
+
+def _first_after(
+    session: Session, seq: int, kind: type[ItemAdded] | type[SessionUpdated], re: str | None
+) -> Event | None:
+    """Return the event with which a command was answered, to give it again."""
+    for event in session.ring.after(seq) or ():
+        if isinstance(event, kind):
+            return msgspec.structs.replace(event, re=re)
+    return None
+
+
+async def _charge(turn: Turn, quota: KeyQuota) -> None:
+    """Charge a turn's tokens to the key that asked for it, when it has ended; cached ones are free."""
+    num_tokens = 0
+    try:
+        await turn.ended.wait()
+        usage = turn.answer.usage if turn.answer is not None else None
+        if usage is not None:
+            num_tokens = usage.input_tokens - usage.cached_tokens + usage.output_tokens
+    finally:
+        quota.finish(num_tokens)
+
+
+async def _response_cancel(connection: Connection, command: ResponseCancel) -> Event | None:
+    manager = connection.daemon.manager
+    await manager.cancel(manager.resolve(connection.owner, command.session), connection)
+    return None
+
+
+async def _pool_subscribe(connection: Connection, command: PoolSubscribe) -> Event | None:
+    daemon, principal = connection.daemon, connection.principal
+    sees_all = principal.operator or daemon.authenticator.is_single_tenant
+    connection.drop_pool()
+    subscription = PoolSubscription(principal, command, sees_all=sees_all, clock=daemon.clock)
+    if not connection.is_closed:
+        daemon.pool.subscribe(connection.connection_id, subscription, connection.deliver_pool)
+    return None
+
+
+async def _pool_unsubscribe(connection: Connection, command: PoolUnsubscribe) -> Event | None:
+    connection.daemon.pool.unsubscribe(connection.connection_id)
+    connection.drop_pool()
+    connection.deliver(PoolUnsubscribed(re=command.id))
+    return None
+
+
+async def _ping(connection: Connection, command: Ping) -> Event | None:
+    connection.deliver(Pong(t=command.t, re=command.id))
+    return None
+
+
+VERBS: Mapping[type, Verb] = {
+    SessionCreate: Verb(Access.KEY, _session_create, once=True),
+    SessionAttach: Verb(Access.KEY, _session_attach),
+    SessionList: Verb(Access.KEY, _session_list),
+    SessionGet: Verb(Access.KEY, _session_get),
+    SessionUpdate: Verb(Access.KEY, _session_update, once=True),
+    SessionDetach: Verb(Access.KEY, _session_detach),
+    SessionClose: Verb(Access.KEY, _session_close, once=True),
+    UserMessage: Verb(Access.KEY, _user_message, once=True),
+    ResponseCancel: Verb(Access.KEY, _response_cancel),
+    PoolSubscribe: Verb(Access.KEY, _pool_subscribe),
+    PoolUnsubscribe: Verb(Access.KEY, _pool_unsubscribe),
+    Ping: Verb(Access.KEY, _ping),
+}
+check_verbs(COMMANDS, VERBS)
