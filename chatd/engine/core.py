@@ -141,11 +141,14 @@ class EngineCore:
         """Compute one step and return what it says; an exception of the runner costs at most one request."""
         self._checking = None
         started = self._clock()
-        suspects = self._suspects[-1] if self._suspects else None
-        plan = self.scheduler.plan(now, suspects)
+        plan = None
+        while self._suspects and plan is None:
+            plan = self.scheduler.plan(now, self._suspects[-1])
+            if plan is None:
+                self._suspects.pop()  # They have ended, or were preempted.
         if plan is None:
-            if suspects is not None:
-                self._suspects.pop()
+            plan = self.scheduler.plan(now)
+        if plan is None:
             return self._drain(now, planned=True)
         try:
             output = self._runner.execute(plan)
@@ -156,7 +159,7 @@ class EngineCore:
         else:
             ended = self._clock()
             self.scheduler.commit(plan, output, ended)
-            if suspects is not None:
+            if self._suspects:
                 self._suspects.pop()
             num_output = sum(len(m.deltas) for m in self.scheduler.outbox if isinstance(m, Tokens))
             self._reporter.count_step(now, self._clock() - started, output.model_s, num_output)
@@ -296,14 +299,15 @@ class EngineCore:
     # What goes wrong, and what goes out.
 
     def _isolate(self, plan: Plan, error: Exception, now: float) -> None:
-        """Halve the requests of a failed step until the culprit fails alone."""
-        if self._suspects:
-            self._suspects.pop()
+        """Halve the requests of a failed step until the culprit fails alone, and that not for the first time."""
         planned = [chunk.request_id for chunk in plan.chunks]
-        if len(planned) > 1:
+        was_suspect = bool(self._suspects)
+        if was_suspect:
+            self._suspects.pop()
+        if len(planned) > 1 or not was_suspect:
             middle = len(planned) // 2
-            self._suspects += [planned[middle:], planned[:middle]]
-            _log.warning("step %d failed with %d requests, retrying in halves", plan.step, len(planned), exc_info=error)
+            self._suspects += [group for group in (planned[middle:], planned[:middle]) if group]
+            _log.warning("step %d failed with %d requests, retrying apart", plan.step, len(planned), exc_info=error)
             return
         _log.error("step %d failed with request %d alone", plan.step, planned[0], exc_info=error)
         request = self.scheduler.requests.get(planned[0])
