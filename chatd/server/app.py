@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 
 import structlog
 from starlette.applications import Starlette
@@ -33,7 +31,6 @@ QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 CLIENT_CLOSED = 499
 """Logged for a client that left before its answer; never sent."""
 
-Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 logger = get_logger("chatd.server")
 
 
@@ -88,8 +85,8 @@ ROUTES = (
 )
 
 
-def build_app(daemon: Daemon, *, lifespan: Lifespan | None = None) -> Starlette:
-    """Return the application of a daemon; `lifespan` runs while it serves.
+def build_app(daemon: Daemon) -> Starlette:
+    """Return the application of a daemon.
 
     Raises:
         PolicyError: A route has no policy.
@@ -112,7 +109,6 @@ def build_app(daemon: Daemon, *, lifespan: Lifespan | None = None) -> Starlette:
         routes=routes,
         middleware=middleware,
         exception_handlers={HTTPException: _http_exception},
-        lifespan=lifespan,
     )
     app.router.redirect_slashes = False
     app.state.daemon = daemon

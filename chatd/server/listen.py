@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import signal
@@ -96,7 +97,7 @@ def uvicorn_config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
         ws_per_message_deflate=False,
         ws_ping_interval=float(settings.heartbeat_s),
         ws_ping_timeout=float(settings.heartbeat_s),
-        lifespan="on",
+        lifespan="off",
         loop="asyncio",
         log_config=None,
         access_log=False,
@@ -134,6 +135,8 @@ class Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._drain = drain
+        self._loop = asyncio.get_running_loop()
+        self._forced = asyncio.Event()
         self._on_started = on_started
         self._handle_signals = handle_signals
 
@@ -145,14 +148,19 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain, then close every connection."""
-        if not self.force_exit:
-            await self._drain()
+        draining = asyncio.ensure_future(self._drain())
+        forced = asyncio.ensure_future(self._forced.wait())
+        await asyncio.wait((draining, forced), return_when=asyncio.FIRST_COMPLETED)
+        for task in (draining, forced):
+            task.cancel()
+        await asyncio.gather(draining, forced, return_exceptions=True)
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop; at once where it was asked to stop before."""
         if self.should_exit:
             self.force_exit = True
+            self._loop.call_soon_threadsafe(self._forced.set)
         self.should_exit = True
 
     @contextlib.contextmanager

@@ -12,11 +12,9 @@ phase meanwhile; on SIGTERM or SIGINT everybody is told, answers in progress may
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import socket
+from collections.abc import Callable
 from dataclasses import dataclass
-
-from starlette.applications import Starlette
 
 from chatd.config import Settings, local_key_path
 from chatd.errors import StartupError
@@ -90,74 +88,68 @@ async def serve_async(
     """
     daemon = open_daemon(settings)
     engine_options(settings)
-    server_settings = settings.server
-    tls = tls_context_arguments(server_settings)
-    listener = bind(server_settings.host, server_settings.port)
-    try:
-        host, port = listener.getsockname()[:2]
-        url = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-        backend = make_backend(daemon, settings)
-        failure: list[BaseException] = []
+    tls = tls_context_arguments(settings.server)
+    config = uvicorn_config(build_app(daemon), settings.server)
+    listener = bind(settings.server.host, settings.server.port)
+    url = _url_of(listener, has_tls=bool(tls))
+    backend = make_backend(daemon, settings)
+    failure: list[BaseException] = []
 
-        async def load() -> None:
-            try:
-                await backend.load()
-            except asyncio.CancelledError:
-                raise
-            except BaseException as error:
-                failure.append(error)
-                daemon.fail(startup_reason(error))
-                server.should_exit = True
-                return
-            model = daemon.manager.model.id
-            logger.info("server.ready", url=url, model=model, version=daemon.version)
-            if on_ready is not None:
-                on_ready(Serving(url, model, daemon))
+    def set_frame_limit(num_bytes: int) -> None:
+        config.ws_max_size = num_bytes
 
-        async def stop_when_set(event: asyncio.Event) -> None:
-            await event.wait()
+    def listening() -> None:
+        logger.info("server.listening", url=url)
+        if on_listening is not None:
+            on_listening(url)
+
+    daemon.on_frame_limit = set_frame_limit
+    server = Server(
+        config,
+        drain=lambda: daemon.drain(settings.server.drain_timeout_s),
+        on_started=listening,
+        handle_signals=handle_signals,
+    )
+
+    async def load() -> None:
+        try:
+            await backend.load()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            failure.append(error)
+            daemon.fail(startup_reason(error))
             server.should_exit = True
+            return
+        model = daemon.manager.model.id
+        logger.info("server.ready", url=url, model=model, version=daemon.version)
+        if on_ready is not None:
+            on_ready(Serving(url, model, daemon))
 
-        @asynccontextmanager
-        async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-            tasks = [
-                asyncio.create_task(load(), name="load"),
-                asyncio.create_task(daemon.watch_keys(), name="keys"),
-            ]
-            if stop is not None:
-                tasks.append(asyncio.create_task(stop_when_set(stop), name="stop"))
-            try:
-                yield
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                await daemon.shutdown()
-                await backend.close()
+    async def stop_when_set(event: asyncio.Event) -> None:
+        await event.wait()
+        server.should_exit = True
 
-        app = build_app(daemon, lifespan=lifespan)
-        config = uvicorn_config(app, server_settings)
-
-        def set_frame_limit(num_bytes: int) -> None:
-            config.ws_max_size = num_bytes
-
-        def listening() -> None:
-            logger.info("server.listening", url=url)
-            if on_listening is not None:
-                on_listening(url)
-
-        daemon.on_frame_limit = set_frame_limit
-        server = Server(
-            config,
-            drain=lambda: daemon.drain(server_settings.drain_timeout_s),
-            on_started=listening,
-            handle_signals=handle_signals,
-        )
+    tasks = [asyncio.create_task(load(), name="load"), asyncio.create_task(daemon.watch_keys(), name="keys")]
+    if stop is not None:
+        tasks.append(asyncio.create_task(stop_when_set(stop), name="stop"))
+    try:
         await server.serve(sockets=[listener])
     finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await daemon.shutdown()
+        await backend.close()
         listener.close()
+    logger.info("server.stopped")
     if failure:
         raise failure[0]
+
+
+def _url_of(listener: socket.socket, *, has_tls: bool) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"{'https' if has_tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def open_daemon(settings: Settings) -> Daemon:
