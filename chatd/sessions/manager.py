@@ -27,6 +27,7 @@ from chatd.engine.messages import (
     Retain,
     WatchPool,
 )
+from chatd.engine.plan import RequestId
 from chatd.errors import Conflict, InvalidRequest, NotFound, PermissionDenied, RateLimited
 from chatd.protocol import (
     AttachRole,
@@ -45,7 +46,7 @@ from chatd.protocol import (
     TranscriptEvent,
     UserMessage,
 )
-from chatd.sessions.conversation import Conversation, Node, Owner, Subscriber
+from chatd.sessions.conversation import Conversation, Node, Owner, Subscriber, log_of
 from chatd.sessions.engine_events import EngineEvents, LeaseHolder, LeaseSessions, PoolListener
 from chatd.sessions.events import EventRing
 from chatd.sessions.limits import SessionLimits
@@ -447,6 +448,13 @@ class SessionManager:
             ContextLengthExceeded: It can never fit.
         """
         return await self._door.complete(owner, request)
+
+    def log_of_request(self, request: RequestId) -> tuple[str, builtins.list[int]]:
+        """Return the tenant and ids of a request in flight, for checks: the engine holds exactly these (I25)."""
+        turn = self._runner.turn_of(request)
+        assert turn is not None, f"request {request} is not in flight"
+        ids = log_of(turn.answer)
+        return turn.session.owner.tenant, [*ids, *(turn.text.ids if turn.text is not None else ())]
 
     async def drain(self, timeout_s: float) -> None:
         """Wait until every answer in progress has ended; those that have not end as `draining`."""
