@@ -140,6 +140,10 @@ class Client(Connection):
             while True:
                 yield await queue.get()
 
+    def session(self, session: str) -> Session | None:
+        """Return a session that this client is attached to."""
+        return self._sessions.get(session)
+
     async def detach(self, session: str) -> None:
         """Receive no more of a session's events."""
         if session in self._sessions:

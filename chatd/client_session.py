@@ -88,6 +88,12 @@ class Session:
             elif isinstance(event, SessionAttached) and turn.text:
                 raise EngineError("the daemon restarted and lost a part of this answer", code="answer_replaced")
 
+    async def send(self, content: str, *, params: Params | None = None) -> Item:
+        """Say something and return the message once the daemon has it, for those who follow the session's events."""
+        command = UserMessage(id=new_id(), session=self.id, content=content, params=params)
+        added, _ = await self._connection._ask(command, ItemAdded, session=self.id)
+        return added.item
+
     async def cancel(self) -> None:
         """End the answer in progress and return when it has ended; what is there is kept."""
         command = ResponseCancel(id=new_id(), session=self.id)

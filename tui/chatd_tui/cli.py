@@ -1,0 +1,110 @@
+"""The `chatd-tui` command: connects to a daemon, or offers to start one for as long as the client is open."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from ipaddress import ip_address
+from typing import Annotated, NoReturn
+from urllib.parse import urlsplit
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+import chatd
+from chatd.client import websocket_url
+from chatd.config import client_defaults
+from chatd.errors import ChatdError, EnvironmentProblem, InvalidRequest, StartupError
+from chatd.local_daemon import LocalDaemon, readiness
+
+notices = Console(stderr=True)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def main() -> None:
+    """Run the command; a refusal is one line on stderr and an exit code that tells its kind."""
+    try:
+        app()
+    except ChatdError as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _fail(error: ChatdError) -> NoReturn:
+    notices.print(f"[bold red]chatd-tui:[/] {escape(error.message)}", highlight=False)
+    if error.hint:
+        notices.print(f"           {escape(error.hint)}", highlight=False)
+    sys.exit(error.exit_code if isinstance(error, StartupError) else 2 if isinstance(error, InvalidRequest) else 1)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        Console().print(chatd.__version__, highlight=False)
+        raise typer.Exit
+
+
+@app.command()
+def connect(
+    url: Annotated[
+        str | None, typer.Argument(metavar="[URL]", help="Of the daemon (default: CHATD_URL, or this machine).")
+    ] = None,
+    key: Annotated[str | None, typer.Option(help="Default: CHATD_KEY, or this machine's local key.")] = None,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Talk to a chatd daemon in the terminal."""
+    address = _http_url(url or client_defaults().url)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise EnvironmentProblem(
+            "chatd-tui needs a terminal",
+            hint="run it in one; a program can use `chatd.client`, or any OpenAI client with the daemon's /v1",
+        )
+    from chatd_tui.app import run_app
+
+    if readiness(address) is not None:
+        run_app(address, key or client_defaults().key)
+        return
+    _check_can_start(address)
+    if not typer.confirm(f"No daemon answers at {address}. Start one here, for as long as you chat?", default=True):
+        raise EnvironmentProblem(f"no daemon answers at {address}", hint="start one with `chatd serve`")
+    with LocalDaemon(address) as daemon:
+        with notices.status("starting") as status:
+            daemon.wait_ready(
+                lambda phase, done: status.update(f"{escape(phase)} {done:.0%}" if done else escape(phase))
+            )
+        run_app(address, key or client_defaults().key)
+
+
+def _http_url(url: str) -> str:
+    """Return the address as http(s), which is where `/ready` is asked."""
+    address = urlsplit(websocket_url(url))
+    return f"{'https' if address.scheme == 'wss' else 'http'}://{address.netloc}"
+
+
+def _check_can_start(address: str) -> None:
+    """Refuse where a daemon cannot be started by this command.
+
+    Raises:
+        EnvironmentProblem: The address is another machine's, or the server is not installed here.
+    """
+    host = urlsplit(address).hostname or ""
+    try:
+        here = host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        here = False
+    if not here or address.startswith("https"):
+        raise EnvironmentProblem(
+            f"no daemon answers at {address}", hint="start it there with `chatd serve`, or check the address"
+        )
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("uvicorn") is None:
+        raise EnvironmentProblem(
+            f"no daemon answers at {address}, and none can be started here: the server is not installed",
+            hint='pip install "chatd[server,tui]", or name the daemon of another machine: chatd-tui URL',
+        )
+
+
+if __name__ == "__main__":
+    main()

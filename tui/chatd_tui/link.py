@@ -1,0 +1,203 @@
+"""Between the daemon and the screens: runs the client and turns what it brings into messages. No widgets here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from textual.message import Message
+
+from chatd.client import Client, ConnectionPhase, ConnectionState
+from chatd.errors import ChatdError, InvalidRequest, NotFound
+from chatd.protocol import Event, Hello, SessionAttached
+from chatd_tui.clean import clean_line
+from chatd_tui.messages import (
+    ConnectionChanged,
+    Noticed,
+    PoolChanged,
+    Refused,
+    SessionNews,
+    SessionOpened,
+    SessionsListed,
+)
+
+METER_HZ = 1.0
+PAGE_HZ = 4.0
+TITLE_LENGTH = 60
+
+
+class DaemonLink:
+    """One person's connection to one daemon, with at most one session on the screen.
+
+    Args:
+        url: Of the daemon.
+        key: Sent as a bearer token.
+        post: Takes every message, in the event loop.
+    """
+
+    def __init__(self, url: str, key: str | None, post: Callable[[Message], object]) -> None:
+        self.url = url
+        self._key = key
+        self._post = post
+        self._client: Client | None = None
+        self._session: str | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._connected = asyncio.Event()
+
+    @property
+    def session(self) -> str | None:
+        """The session on the screen; None is one that is not created yet."""
+        return self._session
+
+    @property
+    def hello(self) -> Hello | None:
+        """What the daemon said of itself, once it did."""
+        return self._client.hello if self._client is not None and self._connected.is_set() else None
+
+    async def run(self) -> None:
+        """Stay connected until cancelled, or until the daemon refuses for good."""
+        client = Client(self.url, key=self._key, wait_s=math.inf, on_state=self._on_state, on_notice=self._on_notice)
+        self._client = client
+        try:
+            async with client:
+                self._connected.set()
+                self._on_state(client.state)
+                self._start("meter", self._watch_pool(METER_HZ, "summary", 1024))
+                await self.refresh_sessions()
+                await asyncio.Event().wait()
+        except ChatdError as error:
+            self._on_state(ConnectionState(ConnectionPhase.CLOSED, error=error))
+        finally:
+            self._connected.clear()
+            await self.stop()
+
+    async def stop(self) -> None:
+        """End every task of this link."""
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # What the person does.
+
+    async def open(self, session: str | None) -> None:
+        """Show another session, or a new one that is created with its first message."""
+        client = self._client
+        left, self._session = self._session, session
+        await self._end("follow")
+        if client is None:
+            return
+        if left is not None and left != session:
+            with contextlib.suppress(ChatdError):
+                await client.detach(left)
+        if session is not None:
+            self._start("follow", self._follow(session))
+        await self.refresh_sessions()
+
+    def send(self, text: str) -> None:
+        """Say something in the session on the screen."""
+        self._start("send", self._send(text))
+
+    def cancel(self) -> None:
+        """End the answer in progress."""
+        if self._session is not None:
+            self._start("cancel", self._cancel(self._session))
+
+    def watch_page(self, cells: int | None) -> None:
+        """Ask for the pool page's detail: a map of `cells` cells, or sessions only for None."""
+        self._start("page", self._watch_pool(PAGE_HZ, "sessions" if cells is None else "map", cells or 1024))
+
+    async def unwatch_page(self) -> None:
+        """Ask for the meter's detail only."""
+        await self._end("page")
+
+    async def refresh_sessions(self) -> None:
+        """Read the list of sessions again."""
+        if self._client is None or not self._connected.is_set():
+            return
+        try:
+            self._post(SessionsListed(await self._client.list_sessions(limit=100)))
+        except ChatdError as error:
+            self._post(Refused(error))
+
+    def retry_now(self) -> None:
+        """Try to connect at once."""
+        if self._client is not None:
+            self._client.retry_now()
+
+    # Tasks.
+
+    def _start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` as the one task of this name, in place of the one before it."""
+        before = self._tasks.get(name)
+        if before is not None:
+            before.cancel()
+        task = asyncio.get_running_loop().create_task(work, name=f"chatd-tui {name}")
+        self._tasks[name] = task
+        task.add_done_callback(lambda done: self._tasks.pop(name, None) if self._tasks.get(name) is done else None)
+
+    async def _end(self, name: str) -> None:
+        task = self._tasks.pop(name, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _send(self, text: str) -> None:
+        client = self._client
+        try:
+            if client is None or not self._connected.is_set():
+                raise InvalidRequest("there is no connection to the daemon yet", code="not_connected")
+            if self._session is None:
+                session = await client.create_session(title=clean_line(text, TITLE_LENGTH))
+                self._session = session.id
+                self._start("follow", self._follow(session.id))
+            else:
+                session = client.session(self._session) or await client.attach(self._session)
+            await session.send(text)
+        except ChatdError as error:
+            self._post(Refused(error, text))
+            return
+        await self.refresh_sessions()
+
+    async def _cancel(self, session: str) -> None:
+        try:
+            assert self._client is not None
+            await self._client.cancel(session)
+        except ChatdError as error:
+            self._post(Refused(error))
+
+    async def _follow(self, session: str) -> None:
+        assert self._client is not None
+        try:
+            async for event in self._client.follow(session):
+                if isinstance(event, SessionAttached):
+                    self._post(SessionOpened(event))
+                else:
+                    self._post(SessionNews(session, event))
+        except ChatdError as error:
+            if isinstance(error, NotFound) and self._session == session:
+                self._session = None
+            if error.error_code not in ("detached", "client_closed"):
+                self._post(Refused(error))
+
+    async def _watch_pool(self, hz: float, detail: Any, cells: int) -> None:
+        assert self._client is not None
+        while True:
+            try:
+                async for state in self._client.pool(hz=hz, detail=detail, cells=cells):
+                    self._post(PoolChanged(state))
+            except ChatdError as error:
+                # A tenant may watch once a second at most; then the page is as fast as the meter.
+                if hz <= METER_HZ or error.error_code == "client_closed":
+                    return
+                hz = METER_HZ
+
+    def _on_state(self, state: ConnectionState) -> None:
+        self._post(ConnectionChanged(state, self.hello))
+
+    def _on_notice(self, event: Event) -> None:
+        self._post(Noticed(event))

@@ -1,0 +1,92 @@
+"""What the parts of the terminal client tell one another: the daemon's news first, then what the person wants."""
+
+from __future__ import annotations
+
+from textual.message import Message
+
+from chatd.client import ConnectionState, PoolState
+from chatd.errors import ChatdError
+from chatd.protocol import Event, Hello, SessionAttached, SessionInfo
+
+
+class ConnectionChanged(Message):
+    """The connection came, went or waits."""
+
+    def __init__(self, state: ConnectionState, hello: Hello | None) -> None:
+        super().__init__()
+        self.state = state
+        self.hello = hello
+
+
+class SessionsListed(Message):
+    """The person's sessions, last used first."""
+
+    def __init__(self, sessions: list[SessionInfo]) -> None:
+        super().__init__()
+        self.sessions = sessions
+
+
+class SessionOpened(Message):
+    """A session is shown from its snapshot on; also when a restarted daemon replaces what was shown."""
+
+    def __init__(self, attached: SessionAttached) -> None:
+        super().__init__()
+        self.attached = attached
+
+
+class SessionNews(Message):
+    """One event of the session on the screen."""
+
+    def __init__(self, session: str, event: Event) -> None:
+        super().__init__()
+        self.session = session
+        self.event = event
+
+
+class PoolChanged(Message):
+    """The pool at a later step."""
+
+    def __init__(self, state: PoolState) -> None:
+        super().__init__()
+        self.state = state
+
+
+class Noticed(Message):
+    """An event of no session: draining, rate limits, an error of nobody's command."""
+
+    def __init__(self, event: Event) -> None:
+        super().__init__()
+        self.event = event
+
+
+class Refused(Message):
+    """A command failed; `text` is what the person wrote, to give it back."""
+
+    def __init__(self, error: ChatdError, text: str | None = None) -> None:
+        super().__init__()
+        self.error = error
+        self.text = text
+
+
+class Submitted(Message):
+    """The person sends a message."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+
+class SessionChosen(Message):
+    """The person picks a session; None is a new one."""
+
+    def __init__(self, session: str | None) -> None:
+        super().__init__()
+        self.session = session
+
+
+class LinkChosen(Message):
+    """The person clicks a link of an answer."""
+
+    def __init__(self, href: str) -> None:
+        super().__init__()
+        self.href = href

@@ -1,0 +1,136 @@
+"""Frozen snapshots that the widgets draw, and how their numbers are written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chatd.protocol import Item, SessionInfo, Timings, Usage
+from chatd_tui.clean import clean, clean_line
+
+WAIT_REASONS = {
+    "quota": "your quota is used up",
+    "fair_share": "others' turn",
+    "slots": "all slots are busy",
+    "no_blocks": "waiting for memory",
+    "join": "another is computing the same prompt",
+    "swap_in": "being brought back into memory",
+    "restore": "being restored",
+    "grammar": "preparing the grammar",
+}
+END_REASONS = {
+    "max_output_tokens": "reached the token limit",
+    "context": "the context is full",
+    "cancelled": "cancelled",
+    "kv_exhausted": "out of memory blocks",
+    "draining": "the daemon stopped",
+    "deadline": "took too long",
+}
+
+
+@dataclass(frozen=True)
+class MeterView:
+    """What the one-line meter shows; None is not known yet."""
+
+    blocks: int = 0
+    active: int = 0
+    cached: int = 0
+    hit_rate: float | None = None
+    tok_s: float | None = None
+    ttft_ms: float | None = None
+    context_used: int | None = None
+    context_max: int | None = None
+
+
+@dataclass(frozen=True)
+class ItemView:
+    """One message, cleaned.
+
+    Attributes:
+        id: Of the item.
+        role: "user", "assistant" or "system".
+        text: Its text so far.
+        done: Whether more can come.
+        note: A dim line under it: how it ended and what it took.
+        trouble: Whether the note tells of one.
+    """
+
+    id: str
+    role: str
+    text: str
+    done: bool = True
+    note: str = ""
+    trouble: bool = False
+
+    @classmethod
+    def of(cls, item: Item, usage: Usage | None = None, timings: Timings | None = None) -> ItemView:
+        """Build from the protocol's item; `usage` and `timings` where an event brings them beside it."""
+        note, trouble = "", False
+        if item.role == "assistant" and item.status != "in_progress":
+            note, trouble = ending(item, usage or item.usage, timings or item.timings)
+        return cls(item.id, item.role, clean(item.content), item.status != "in_progress", note, trouble)
+
+
+@dataclass(frozen=True)
+class SessionRow:
+    """One session of the list, cleaned."""
+
+    id: str
+    title: str
+    detail: str
+    busy: bool
+    current: bool
+
+    @classmethod
+    def of(cls, info: SessionInfo, current: str | None) -> SessionRow:
+        """Build from the protocol's description."""
+        messages = f"{info.num_items} message{'' if info.num_items == 1 else 's'}"
+        place = "" if info.tier == "device" else f" · {clean_line(info.tier, 8)}"
+        detail = f"{messages} · {short_number(info.context_used)} tok{place}"
+        return cls(info.id, clean_line(info.title, 80) or "untitled", detail, info.busy, info.id == current)
+
+
+def ending(item: Item, usage: Usage | None, timings: Timings | None) -> tuple[str, bool]:
+    """Return the line under a finished answer and whether it tells of trouble."""
+    parts: list[str] = []
+    trouble = item.status != "completed"
+    if trouble:
+        parts.append(END_REASONS.get(item.reason or "", clean_line(item.reason or "failed", 40)))
+    if usage is not None:
+        parts.append(f"{short_number(usage.output_tokens)} tokens")
+    if timings is not None and timings.decode_tok_s > 0:
+        parts.append(f"{rate(timings.decode_tok_s)} tok/s")
+    if timings is not None and timings.ttft_ms > 0:
+        parts.append(f"first after {duration_ms(timings.ttft_ms)}")
+    if usage is not None and usage.input_tokens > 0:
+        parts.append(f"{percent(usage.cached_tokens / usage.input_tokens)} of the prompt cached")
+    return " · ".join(parts), trouble
+
+
+def short_number(value: float) -> str:
+    """Write a count in at most five characters: 980, 1.2k, 65k, 1.1M."""
+    for limit, divisor, unit in ((1000, 1, ""), (999_500, 1000, "k"), (999_500_000, 1_000_000, "M")):
+        if value < limit:
+            scaled = value / divisor
+            text = f"{scaled:.1f}" if divisor > 1 and scaled < 9.95 else f"{scaled:.0f}"
+            return text.removesuffix(".0") + unit
+    return f"{value / 1e9:.1f}G"
+
+
+def percent(fraction: float) -> str:
+    """Write a share; neither 0% nor 100% is said of what is not quite that."""
+    value = round(100 * fraction)
+    if value == 0 and fraction > 0:
+        return "<1%"
+    if value == 100 and fraction < 1:
+        return ">99%"
+    return f"{value}%"
+
+
+def rate(value: float) -> str:
+    """Write a rate: one decimal below ten."""
+    return f"{value:.1f}" if value < 9.95 else short_number(value)
+
+
+def duration_ms(value: float) -> str:
+    """Write a duration given in milliseconds."""
+    return f"{value:.0f} ms" if value < 999.5 else f"{value / 1000:.1f} s"

@@ -1,0 +1,84 @@
+"""The title line and the line above the input: who answers, and what is going on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from textual.content import Content
+from textual.reactive import reactive
+from textual.widget import Widget
+
+KINDS = {
+    "idle": ("", "$muted"),
+    "busy": ("◐ ", "$primary"),
+    "notice": ("• ", "$muted"),
+    "warning": ("! ", "$warning"),
+    "error": ("✕ ", "$error"),
+}
+
+
+@dataclass(frozen=True)
+class StatusView:
+    """One line; `kind` is a key of `KINDS`."""
+
+    kind: str = "idle"
+    text: str = ""
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class TitleView:
+    """The title line: the model, who one is, the session, the connection."""
+
+    model: str = ""
+    who: str = ""
+    session: str = ""
+    phase: str = "connecting"
+    connection: str = "connecting"
+
+
+class StatusLine(Widget):
+    """Draws a `StatusView`."""
+
+    DEFAULT_CSS = """
+    StatusLine { height: 1; padding: 0 2; }
+    """
+
+    view: reactive[StatusView] = reactive(StatusView())
+
+    def render(self) -> Content:
+        """Draw."""
+        mark, style = KINDS[self.view.kind]
+        hint = f" · {self.view.hint}" if self.view.hint else ""
+        line = Content.assemble((mark, style), (self.view.text, style), (hint, "$muted"))
+        return line.truncate(max(1, self.content_size.width), ellipsis=True)
+
+
+class TitleBar(Widget):
+    """Draws a `TitleView`: the left part gives way to the connection."""
+
+    DEFAULT_CSS = """
+    TitleBar { height: 1; padding: 0 1; background: $panel; }
+    """
+
+    view: reactive[TitleView] = reactive(TitleView())
+
+    def render(self) -> Content:
+        """Draw."""
+        view = self.view
+        width = self.content_size.width
+        mark, style = {"connected": ("●", "$success"), "closed": ("✕", "$error")}.get(view.phase, ("◌", "$warning"))
+        right = Content.assemble((f"{mark} ", style), (view.connection, "$muted"))
+        parts = [Content.styled("chatd", "bold $primary")]
+        if view.model:
+            parts.append(Content.styled(view.model, ""))
+        if view.who:
+            parts.append(Content.styled(view.who, "$muted"))
+        if view.session:
+            parts.append(Content.styled(view.session, "$muted"))
+        left = Content("  ").join(parts)
+        room = width - right.cell_length - 2
+        if room < 5:
+            return right.truncate(max(1, width), ellipsis=True)
+        left = left.truncate(room, ellipsis=True)
+        return Content.assemble(left, " " * (width - left.cell_length - right.cell_length), right)
