@@ -20,21 +20,13 @@ from datetime import date as Date
 from chatd.errors import InvalidRequest, ModelError
 from chatd.protocol import Message, Role
 from chatd.sessions.template import ChatTemplate, moment_of
-from chatd.sessions.template_shape import THOUGHT_END, DateSlot, Text, Trim
+from chatd.sessions.template_shape import PLAIN_TEXTS, THOUGHT_END, DateSlot, Text, Trim
 from chatd.sessions.tokenizer import AddedToken, ChatTokenizer, ContentEncoder, Stretch, check_size, strip_beside
 
 MAX_CONTENT_BYTES = 4 * 1024 * 1024
 JOINT = "\n\n"
 """Between two contents that a template cannot tell apart."""
 
-# Plain conversations, by which a model is checked when it is loaded.
-_CHECK_TEXTS = (
-    "What is the capital of France?",
-    "It is Paris.\n\nAnything else?",
-    "Schreib `x = [1, 2]` auf, bitte: naïve café, 東京, 🙂!",
-    "def f(x):\n    return x + 1\n\n\nprint(f(10))  # 11",
-    "ok",
-)
 _CHECK_DATE = Date(2024, 7, 26)
 
 
@@ -347,7 +339,7 @@ class PromptEncoder:
     def _check_plain_conversations(self) -> None:
         """Refuse a model for which stretches give other ids than its own tokenizer gives for the template's text."""
         reference = self._tokenizer.reference()
-        said = [Message(role="assistant" if i % 2 else "user", content=text) for i, text in enumerate(_CHECK_TEXTS)]
+        said = [Message(role="assistant" if i % 2 else "user", content=text) for i, text in enumerate(PLAIN_TEXTS)]
         for system in (None, "You are a helpful assistant."):
             for messages in (said[:1], said[:3], said):
                 items = self._begin_items(system, messages)

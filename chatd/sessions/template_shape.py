@@ -9,6 +9,8 @@ markers is what the template wrote. The pieces depend on the two neighbors only;
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from itertools import chain, zip_longest
 from typing import Literal
 
 from chatd.errors import ModelError
@@ -147,7 +149,7 @@ class TemplateShape:
 class _Probe:
     roles: str  # one letter a message
     add_generation_prompt: bool = True
-    style: Literal["plain", "blanks", "thoughts", "empty"] = "plain"
+    style: Literal["plain", "blanks", "thoughts", "empty", "prose"] = "plain"
 
 
 _ROLES: dict[str, Role] = {"s": "system", "u": "user", "a": "assistant"}
@@ -156,6 +158,14 @@ _LEFT_BLANKS, _RIGHT_BLANKS = "\n\n \t", "\t \n\n"
 _LEFT_RESTS: dict[str | None, str] = {None: _LEFT_BLANKS, "\n": " \t", "": ""}
 _RIGHT_RESTS: dict[str | None, str] = {None: _RIGHT_BLANKS, "\n": "\t ", "": ""}
 THOUGHT_START, THOUGHT_END = "<think>", "</think>"
+PLAIN_TEXTS = (
+    "What is the capital of France?",
+    "It is Paris.\n\nAnything else?",
+    'Schreib `x = [1, 2]` auf, bitte: naïve <b>café</b> & "東京", 🙂!',
+    "def f(x):\n    return x + 1\n\n\nprint(f(10))  # {{ 11 }}",
+    "ok",
+)
+"""Contents as people write them, by which a template and a tokenizer are checked when a model is loaded."""
 _THOUGHT, _AFTER_THOUGHT = "quite a secret thought", "\n\n"
 
 _PLAIN = ["u", "su", "uau", "suau", "uauau", "suauau", "uu", "uaau", "usu", "uasu", "suasu", "ssu", "au", "sau", "ua"]
@@ -165,11 +175,13 @@ _PROBES = [
     *(_Probe(roles, style="blanks") for roles in ("u", "su", "uau")),
     _Probe("uau", style="thoughts"),
     _Probe("su", style="empty"),
+    *(_Probe(roles, style="prose") for roles in ("u", "su", "uau")),
 ]
 
 # Letters, quotes and the rest betray a template that changes case, escapes or quotes.
 _SLOT = re.compile("\ue000<\"Mm&([0-9]+)'>\ue001")
 _DATE = re.compile(f"{DATE_START}([0-9]+){DATE_END}")
+_MAX_DATE_FORMAT = 100
 _PRIVATE = re.compile(f"[\ue000\ue001{DATE_START}{DATE_END}]")
 
 
@@ -193,6 +205,8 @@ def _messages(probe: _Probe) -> list[dict[str, str]]:
         content = f"\ue000<\"Mm&{number}'>\ue001"
         if probe.style == "blanks":
             content = f"{_LEFT_BLANKS}{content}{_RIGHT_BLANKS}"
+        elif probe.style == "prose":
+            content = PLAIN_TEXTS[number]
         elif probe.style == "empty" and letter == "s":
             content = ""
         elif probe.style == "thoughts" and letter == "a":
@@ -210,6 +224,7 @@ class _Findings:
     def shape(self) -> TemplateShape:
         user, turns = self.needed(_Probe("u")), self.needed(_Probe("uau"))
         closing = self.needed(_Probe("ua", add_generation_prompt=False))[-1]
+        self.check_prose()
         opening: dict[Role, Text] = {"user": user[0]}
         between: dict[tuple[Role, Role], Text] = {("user", "assistant"): turns[1], ("assistant", "user"): turns[2]}
         to_answer: dict[Role, Text] = {"user": user[-1]}
@@ -305,6 +320,17 @@ class _Findings:
             )
         return Trim(left[0], right[0])
 
+    def check_prose(self) -> None:
+        """Refuse a template that writes real messages otherwise than the markers."""
+        for roles in ("u", "su", "uau"):
+            probe = _Probe(roles)
+            if self.cut(probe) is None:
+                continue
+            contents = [message["content"] for message in _messages(_Probe(roles, style="prose"))]
+            expected = "".join(chain.from_iterable(zip_longest(self.parts(probe), contents, fillvalue="")))
+            if self.results[_Probe(roles, style="prose")].text != expected:
+                raise ModelError("the chat template changes the text of messages, which is not supported")
+
     def thought_strip(self) -> str:
         """Return what is stripped from the text after a thought."""
         plain, thoughts = self.parts(_Probe("uau")), self.parts(_Probe("uau", style="thoughts"))
@@ -341,9 +367,20 @@ def _text(part: str, formats: Sequence[str]) -> Text:
     text: list[str | DateSlot] = []
     for position, piece in enumerate(_DATE.split(part)):
         if position % 2:
-            text.append(DateSlot(formats[int(piece)]))
+            text.append(_date_slot(formats[int(piece)]))
         elif _PRIVATE.search(piece):
             raise ModelError("the chat template takes the date or a message apart, which is not supported")
         elif piece:
             text.append(piece)
     return tuple(text)
+
+
+def _date_slot(format: str) -> DateSlot:
+    """Return a place for the date, its format checked."""
+    try:
+        if len(format) > _MAX_DATE_FORMAT:
+            raise ValueError(f"it has more than {_MAX_DATE_FORMAT} characters")
+        datetime(2024, 7, 26).strftime(format)
+    except ValueError as error:
+        raise ModelError(f"the chat template writes the date as {format[:80]!r}, which is refused: {error}") from error
+    return DateSlot(format)

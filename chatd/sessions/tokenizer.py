@@ -11,7 +11,7 @@ template writes between contents becomes ids elsewhere, in `template.py`.
 import json
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,11 @@ class ChatTokenizer:
 
     def reference(self) -> Tokenizer:
         """Return the tokenizer as the model's authors made it, to check encodings against."""
-        return _build(dict(self.definition) | {"truncation": None, "padding": None})
+        path = self.folder / "tokenizer.json"
+        tokenizer = _guarded(lambda: Tokenizer.from_file(str(path)))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
     def detokenizer(self) -> Detokenizer:
         """Return a detokenizer for one answer."""
@@ -233,10 +237,15 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 def _build(definition: Mapping[str, Any]) -> Tokenizer:
     """Return a tokenizer made from a definition."""
+    text = json.dumps(definition, ensure_ascii=False)
+    return _guarded(lambda: Tokenizer.from_str(text))
+
+
+def _guarded(load: Callable[[], Tokenizer]) -> Tokenizer:
     # Its own pool of threads would compete with the engine's, and makes a later fork warn. Read at each call.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
-        return Tokenizer.from_str(json.dumps(definition, ensure_ascii=False))
+        return load()
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of the Rust side is not an Exception

@@ -3,7 +3,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 
@@ -37,6 +37,7 @@ def deltas(detokenizer: Detokenizer, ids: list[int], sizes: list[int]) -> list[s
     return [*result, detokenizer.push(ids[position:]), detokenizer.flush()]
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_the_deltas_of_random_ids_make_the_whole_text_and_hold_no_early_replacement(
     model: tuple[ChatTokenizer, Tokenizer], data: st.DataObject
@@ -52,6 +53,7 @@ def test_the_deltas_of_random_ids_make_the_whole_text_and_hold_no_early_replacem
     assert sent == whole
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_random_ids_of_a_byte_level_vocabulary_decode_as_in_tokenizers(
     model: tuple[ChatTokenizer, Tokenizer], data: st.DataObject
@@ -63,6 +65,7 @@ def test_random_ids_of_a_byte_level_vocabulary_decode_as_in_tokenizers(
         assert tokenizer.decode(ids) == expected
 
 
+@settings(deadline=None)
 @given(text=st.text(st.characters(exclude_characters="▁", exclude_categories=["Cs"]), max_size=40))
 def test_encoded_text_comes_back_token_by_token(model: tuple[ChatTokenizer, Tokenizer], text: str) -> None:
     tokenizer, reference = model

@@ -77,7 +77,7 @@ def models(model_folder: Callable[[str], Path]) -> Callable[[str], Model]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
 @given(contents=st.lists(PLAIN, min_size=4, max_size=6), with_system=st.booleans())
 def test_plain_conversations_give_the_ids_of_apply_chat_template(
     models: Callable[[str], Model], name: str, contents: list[str], with_system: bool
@@ -122,7 +122,7 @@ def test_the_real_small_model_gives_the_ids_of_apply_chat_template() -> None:
 
 
 @pytest.mark.parametrize("name", APPEND_ONLY)
-@settings(max_examples=60)
+@settings(deadline=None, max_examples=60)
 @given(system=st.none() | CONTENT, first=CONTENT, answer=CONTENT, second=CONTENT)
 def test_prompt_answer_and_extension_are_the_ids_of_the_whole_conversation(
     models: Callable[[str], Model], name: str, system: str | None, first: str, answer: str, second: str
@@ -141,7 +141,7 @@ def test_prompt_answer_and_extension_are_the_ids_of_the_whole_conversation(
 
 @pytest.mark.parametrize("name", NAMES)
 @given(second=CONTENT)
-@settings(max_examples=15)
+@settings(deadline=None, max_examples=15)
 def test_an_extension_after_a_closed_answer_is_the_rest_of_the_extension(
     models: Callable[[str], Model], name: str, second: str
 ) -> None:
@@ -187,7 +187,7 @@ def test_a_template_whose_turns_end_in_plain_text_has_no_turn_end(model_folder: 
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60)
+@settings(deadline=None, max_examples=60)
 @given(system=st.none() | CONTENT, contents=st.lists(CONTENT, min_size=5, max_size=5))
 def test_content_never_adds_or_removes_a_control_id(
     models: Callable[[str], Model], name: str, system: str | None, contents: list[str]
@@ -366,7 +366,7 @@ def test_a_settled_answer_is_what_history_has(models: Callable[[str], Model]) ->
         assert settled is not None
         history = prompt[: len(prompt) - settled.num_prompt_ids] + settled.ids
         more = encoder.extend(turns("c"), answer_ended=True, date=DAY)
-        text = f"<think>\nhmm\n</think>\n\nIt is Paris."
+        text = "<think>\nhmm\n</think>\n\nIt is Paris."
         assert history + more == encoder.begin(None, turns("a", text, "c"), date=DAY)
 
 

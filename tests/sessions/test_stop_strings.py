@@ -1,7 +1,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatd.sessions.stop_strings import StopMatch, StopStrings
@@ -28,6 +28,7 @@ def chunked(draw: st.DrawFn) -> list[str]:
     return [text[start:end] for start, end in pairwise(bounds)]
 
 
+@settings(deadline=None)
 @given(chunked(), STOPS)
 def test_the_outcome_is_that_of_a_search_in_the_whole_text_however_it_is_cut(
     chunks: list[str], stops: list[str]
@@ -46,6 +47,7 @@ def test_the_outcome_is_that_of_a_search_in_the_whole_text_however_it_is_cut(
     assert "".join(sent) + watcher.flush() == text[:start]
 
 
+@settings(deadline=None)
 @given(chunked(), STOPS)
 def test_no_part_of_a_stop_string_that_comes_to_be_matched_is_ever_sent(chunks: list[str], stops: list[str]) -> None:
     expected = first_completed("".join(chunks), stops)
@@ -56,6 +58,7 @@ def test_no_part_of_a_stop_string_that_comes_to_be_matched_is_ever_sent(chunks: 
         assert expected is None or num_sent <= expected[1]
 
 
+@settings(deadline=None)
 @given(chunked(), STOPS)
 def test_only_what_can_become_a_stop_string_is_held_back(chunks: list[str], stops: list[str]) -> None:
     watcher = StopStrings(stops)

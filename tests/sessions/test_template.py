@@ -172,7 +172,7 @@ def test_a_template_that_never_ends_is_ended() -> None:
 
 def test_a_template_that_writes_without_end_is_refused(chatml: ChatTokenizer) -> None:
     source = "{% for a in range(99999) %}{{ 'x' * 999 }}{% endfor %}"
-    with pytest.raises(ModelError, match="more than 16777216 characters"):
+    with pytest.raises(ModelError, match="more than 8388608 characters"):
         ChatTemplate(source, chatml)
 
 
@@ -191,7 +191,10 @@ def test_a_template_sees_no_environment_and_reads_no_clock() -> None:
         ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "missing, moved or changed"),
         (CHATML.replace("m.content", "m.content | upper"), "missing, moved or changed"),
         (CHATML.replace("m.content", "m.content | tojson"), "missing, moved or changed"),
-        (CHATML.replace("m.content", "m.content | replace('\n', '+')"), "strips user messages in a way"),
+        (CHATML.replace("m.content", "m.content | replace('\t', '+')"), "strips user messages in a way"),
+        (CHATML.replace("m.content", "m.content | replace('\n', '+')"), "changes the text of messages"),
+        (CHATML.replace("m.content", "m.content | replace('[', '(')"), "changes the text of messages"),
+        ("{{ strftime_now('%Y' * 99) }}" + CHATML, "writes the date as .* more than 100 characters"),
         ("{{ strftime_now('%Y')[:1] }}" + CHATML, "takes the date or a message apart"),
     ],
 )
