@@ -45,7 +45,7 @@ class DecoderWeights:
     """All weights of a model.
 
     Attributes:
-        embedding: `[vocab_size, hidden_size]`, float32, float16 or bfloat16; may be a view of a mapped file.
+        embedding: `[vocab_size, hidden_size]`, float32, float16 or bfloat16.
         layers: In order.
         final_norm: `[hidden_size]` float32.
         output: `[vocab_size, hidden_size]`.

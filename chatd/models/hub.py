@@ -32,7 +32,6 @@ def hub_snapshot(repo_id: str, progress: Progress | None) -> Path:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import (
             GatedRepoError,
-            HfHubHTTPError,
             LocalEntryNotFoundError,
             RepositoryNotFoundError,
         )
@@ -68,7 +67,10 @@ def hub_snapshot(repo_id: str, progress: Progress | None) -> Path:
             code="model_offline",
             hint="connect once to fetch it, or name a local folder",
         ) from error
-    except (HfHubHTTPError, OSError) as error:
+    except ModelError:
+        raise
+    except Exception as error:
+        # Beside its own errors, the hub lets those of its HTTP library through, which is not the same in all versions.
         raise ModelError(f"{repo_id} could not be fetched: {error}", code="model_fetch_failed") from error
     report("downloading", 1.0)
     return folder

@@ -105,7 +105,8 @@ class _Packer:
             packed_output = output.result()
         report("loading weights", 1.0)
         return DecoderWeights(
-            embedding=self._reader.read(EMBEDDING).to(self._device),
+            # A copy: a view would page in while answers stream, and die with the file if somebody truncates it.
+            embedding=self._reader.read(EMBEDDING).to(self._device, copy=True),
             layers=layers,
             final_norm=self._vector(FINAL_NORM),
             output=packed_output,

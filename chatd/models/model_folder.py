@@ -30,6 +30,11 @@ def check_folder(folder: Path) -> None:
         ModelError: `model_not_found`, `model_no_config`, `model_custom_code`, `model_unsupported`,
             `model_no_tokenizer`, `model_no_template`, `model_pickle_only`, `model_no_weights` or `model_corrupt`.
     """
+    if folder.is_file():
+        raise ModelError(
+            f"{folder} is a file; a model is a folder with config.json, tokenizer.json and model.safetensors",
+            code="model_unsupported",
+        )
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder", code="model_not_found")
     load_decoder_config(folder)

@@ -62,7 +62,7 @@ def layer_prefix(layer: int) -> str:
 class WeightReader:
     """The tensors of a model folder, checked against a configuration when it opens.
 
-    Tensors are views of the mapped files, valid after the reader is closed; threads may read at the same time.
+    Tensors are views of the mapped files and keep them mapped; threads may read at the same time.
 
     Raises:
         ModelError: `model_corrupt` naming tensors that are missing, unexpected, or of the wrong shape;

@@ -65,6 +65,13 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path: Path, cache: Path) -> Non
     assert refuse("a\0b", cache).error_code == "model_not_found"
 
 
+def test_a_single_file_is_refused(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    error = refuse(tmp_path / "model.gguf", cache)
+    assert error.error_code == "model_unsupported"
+    assert "is a file" in error.message
+
+
 def test_a_folder_without_a_config_is_refused(tiny_folder: Path, cache: Path) -> None:
     (tiny_folder / "config.json").unlink()
     assert refuse(tiny_folder, cache).error_code == "model_no_config"
@@ -256,6 +263,12 @@ def test_a_damaged_note_of_hashes_is_ignored(tiny_folder: Path, cache: Path) -> 
     assert resolve(str(tiny_folder), cache_dir=cache).digest == first
 
 
+def test_a_cache_folder_that_cannot_be_written_only_costs_time(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = resolve(str(tiny_folder), cache_dir=tmp_path / "file").digest
+    assert found == resolve(str(tiny_folder), cache_dir=tmp_path / "cache").digest
+
+
 def test_a_hub_id_is_fetched_small_files_first_and_draws_no_bars_of_its_own(
     tiny_folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -325,6 +338,7 @@ def not_found() -> RepositoryNotFoundError:
         (LocalEntryNotFoundError("offline"), "model_offline"),
         (not_found(), "model_not_found"),
         (OSError("disk full"), "model_fetch_failed"),
+        (RuntimeError("connection reset"), "model_fetch_failed"),
     ],
 )
 def test_a_fetch_from_the_hub_that_fails_says_why(

@@ -134,8 +134,12 @@ def test_logits_are_those_of_transformers_gguf_load(smollm2: ModelFiles, gguf_pa
     with torch.inference_mode():
         expected = reference(torch.tensor([ids])).logits[0]
         assert torch.equal(converted(torch.tensor([ids])).logits[0], expected)
+        del converted, loaded
+        exact = reference.double()(torch.tensor([ids])).logits[0]
     native = PagedDecoder(load_decoder(smollm2.path, quantization="fp32")).step([("a", ids)], all_rows=True)
-    torch.testing.assert_close(native, expected, atol=1e-4, rtol=0)
+    # Logits reach 37, and both round to float32 in orders of their own: each is as near to the exact ones.
+    assert (expected - exact).abs().max() < 2e-4
+    assert (native - exact).abs().max() < 2e-4
 
 
 def test_greedy_answers_are_those_of_generate(smollm2: ModelFiles, tokenizer: Any) -> None:
@@ -148,16 +152,12 @@ def test_greedy_answers_are_those_of_generate(smollm2: ModelFiles, tokenizer: An
         for number, conversation in enumerate(CONVERSATIONS)
     }
     answers = PagedDecoder(decoder).greedy(prompts, 24, chunk=13)
-    for name, prompt in prompts.items():
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            expected = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=24,
-                do_sample=False,
-                temperature=None,
-                top_p=None,
-                eos_token_id=None,
-            )
-        assert answers[name] == expected[0, len(prompt) :].tolist()
+    first = torch.tensor([prompts["0"]])
+    greedy = {"do_sample": False, "temperature": None, "top_p": None, "eos_token_id": None}
+    with torch.inference_mode():
+        generated = model.generate(first, attention_mask=torch.ones_like(first), max_new_tokens=24, **greedy)
+        assert answers["0"] == generated[0, first.shape[1] :].tolist()
+        for name, prompt in prompts.items():
+            # The likeliest token at each position of the answer, which is what generate takes, one forward for all.
+            likeliest = model(torch.tensor([prompt + answers[name]])).logits[0].argmax(-1)
+            assert answers[name] == likeliest[len(prompt) - 1 : -1].tolist()
