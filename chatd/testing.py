@@ -28,7 +28,7 @@ from chatd.engine.sampling import SamplingParams
 from chatd.kvcache.prefix_index import Namespace
 
 POISON = -1
-_EMPTY_PREFIX = 0x9E3779B97F4A7C15
+EMPTY_PREFIX = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
 NAMESPACE = Namespace("weights-0", "fp16", "float16", 1, None, None)
@@ -57,7 +57,7 @@ def extend_chain(chain: int, token_id: int) -> int:
 
 def chains_of(token_ids: Iterable[int]) -> list[int]:
     """Return the fingerprint of every prefix, from the first token's on."""
-    chains, chain = [], _EMPTY_PREFIX
+    chains, chain = [], EMPTY_PREFIX
     for token_id in token_ids:
         chain = extend_chain(chain, token_id)
         chains.append(chain)
@@ -91,6 +91,7 @@ class ProvenanceRunner:
         failing: Requests whose presence in a plan makes the step raise, after it has written.
         not_finite: Requests whose logits are not finite.
         raise_next: The next step raises.
+        violation: What a plan did that no plan may do.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class ProvenanceRunner:
         self.failing: set[RequestId] = set()
         self.not_finite: set[RequestId] = set()
         self.raise_next = False
+        self.violation: AssertionError | None = None
         self._truth = truth
         self._cost = cost
         self._clock = clock
@@ -129,6 +131,14 @@ class ProvenanceRunner:
 
     def execute(self, plan: Plan) -> StepOutput:
         """Run a plan as a model would: copies, then all writes, then attention and sampling."""
+        try:
+            return self._execute(plan)
+        except AssertionError as error:
+            # The engine takes any exception for a failed step, so whoever tests has to look here.
+            self.violation = error
+            raise
+
+    def _execute(self, plan: Plan) -> StepOutput:
         self.plans += 1
         size = self.block_size
         for copy in plan.copies:
@@ -172,7 +182,7 @@ class ProvenanceRunner:
     def _write(self, chunk: Chunk, written: dict[int, RequestId]) -> None:
         size = self.block_size
         tenant = None if self._truth is None else self._truth(chunk.request_id).tenant
-        chain = _EMPTY_PREFIX
+        chain = EMPTY_PREFIX
         if chunk.start:
             chain = self.chains[chunk.block_ids[(chunk.start - 1) // size] * size + (chunk.start - 1) % size]
         if self.before_write is not None:
@@ -298,6 +308,8 @@ class EngineHarness:
         said: list[EngineMessage] = []
         for _ in range(num_steps):
             said += self._keep(self.core.step(self.clock.now))
+            if self.runner.violation is not None:
+                raise self.runner.violation
             self.core.check_invariants()
         return said
 

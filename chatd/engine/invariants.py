@@ -12,6 +12,7 @@ from chatd.engine.scheduler import Scheduler
 from chatd.kvcache.block import KVCacheBlock
 from chatd.kvcache.block_pool import ACTIVE, CACHED, EMPTY, NOBODY, SHARED, Account, BlockPool
 from chatd.kvcache.leases import Lease, LeaseState, LeaseTable
+from chatd.kvcache.prefix_index import PrefixEntry
 
 SLICE_UNITS = 2000
 
@@ -82,6 +83,7 @@ def _check_requests(scheduler: Scheduler, leases: LeaseTable) -> Iterator[int]:
         assert (request.status is RequestStatus.RUNNING) == is_running, f"I13: {request} is in the wrong state"
         state = LeaseState.ACTIVE if is_running else LeaseState.QUEUED
         assert request.lease.state is state, f"{request}'s lease is {request.lease.state}"
+        assert is_running or not request.is_preempted or not request.lease.table.block_ids, f"{request} holds blocks"
         assert not is_running or request.num_remaining_tokens >= 1, f"I8: {request} has nothing to compute"
     busy = {request.lease.lease_id for request in scheduler.requests.values()}
     assert len(busy) == len(scheduler.requests), "two requests on one lease"
@@ -130,8 +132,12 @@ def _check_queues(pool: BlockPool) -> Iterator[int]:
     for account in accounts:
         queue = pool.empty if account is None else account.cached
         length = 0
+        seen: set[PrefixEntry | None] = set()
         for block in queue:
             length += 1
+            if block.entry is not None and block.entry.parent is not None:
+                seen.add(block.entry)
+                assert block.entry.parent not in seen, f"{block} is evicted after what it hangs on"
             assert length <= len(queue), "I3: a queue is longer than it counts"
             assert block.ref_count == 0, f"I3: {block} is in a queue"
             assert (block.entry is None) == (account is None), f"{block} is in the wrong queue"

@@ -245,13 +245,8 @@ class KVCacheManager:
         return self.index.find(namespace, parent, tokens)
 
     def _entry(self, table: BlockTable, place: int) -> PrefixEntry | None:
-        """Return the entry of the table's block at `place`, or of the one that it will adopt there."""
-        if place < 0:
-            return None
-        for adopted_place, block_id in table.adoptions:
-            if adopted_place == place:
-                return self.pool.blocks[block_id].entry
-        return self.pool.blocks[table.block_ids[place]].entry
+        """Return the entry of the table's block at `place`; none at the start of a sequence."""
+        return self.pool.blocks[table.block_ids[place]].entry if place >= 0 else None
 
     def _must_copy(self, table: BlockTable) -> bool:
         """Return whether the next slot is in a block that others read or that can be found."""

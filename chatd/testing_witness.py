@@ -1,0 +1,453 @@
+"""A front that believes nothing that an engine core tells it.
+
+Each session's ids are kept here as well. The runner's attention compares its slots with them, every token that arrives
+is compared with the one that follows from the ids, and every invariant of the engine is checked after every step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import msgspec
+import xxhash
+
+from chatd.engine.core import Decision, EngineConfig, EngineCore, TenantLimits
+from chatd.engine.cost_model import CostParameters
+from chatd.engine.messages import (
+    Cancel,
+    Done,
+    EngineMessage,
+    Finish,
+    FinishReason,
+    Fork,
+    FrontMessage,
+    LeaseId,
+    LeaseLost,
+    PoolFrame,
+    Release,
+    RequestClass,
+    Started,
+    Submit,
+    Tokens,
+    Trim,
+)
+from chatd.engine.plan import BlockId, Plan, RequestId, StepOutput
+from chatd.engine.sampling import SamplingParams
+from chatd.kvcache.block_pool import Account
+from chatd.kvcache.prefix_index import MAX_ENTRIES_PER_KEY, HashFunction
+from chatd.testing import EMPTY_PREFIX, NAMESPACE, POISON, FakeClock, ProvenanceRunner, Truth, extend_chain
+
+VOCAB_SIZE = 11
+STOP_ID = 0
+
+
+def constant_hash(data: bytes) -> bytes:
+    """Return the same key for everything: the index must still be right."""
+    return b"0"
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A conversation as the front knows it."""
+
+    lease: LeaseId
+    tenant: str
+    token_ids: list[int] = field(default_factory=list)
+    chains: list[int] = field(default_factory=list)
+    job: Job | None = None
+
+    def extend(self, token_ids: list[int]) -> None:
+        """Append ids."""
+        chain = self.chains[-1] if self.chains else EMPTY_PREFIX
+        for token_id in token_ids:
+            chain = extend_chain(chain, token_id)
+            self.chains.append(chain)
+        self.token_ids += token_ids
+
+    def cut(self, length: int) -> None:
+        """Forget ids beyond a length."""
+        del self.token_ids[length:]
+        del self.chains[length:]
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request as the front knows it."""
+
+    request: RequestId
+    session: Session
+    submit: Submit
+    num_prompt: int
+    may_fail: bool = False
+    is_started: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How large everything is in one run, and how full."""
+
+    num_blocks: int = 40
+    block_size: int = 4
+    max_model_len: int = 72
+    max_num_seqs: int = 5
+    max_num_batched_tokens: int = 24
+    max_leases: int = 14
+    max_sessions: int = 10
+    tenants: tuple[str, ...] = ("acme", "blue", "crow")
+    floors: tuple[int, ...] = (6, 0, 0)
+    weights: tuple[float, ...] = (1.0, 2.0, 1.0)
+    target_step_s: float = 0.0
+
+
+class Witness:
+    """An engine core on a provenance runner, and what should be true of it.
+
+    Args:
+        shape: Sizes.
+        hash_function: Of the prefix index.
+        keep_log: Keep the decision log, for comparing two runs.
+
+    Attributes:
+        sessions: As the front knows them.
+        jobs: Requests that have not ended.
+        counts: What happened, for tests that ask whether it did.
+    """
+
+    def __init__(
+        self,
+        shape: Shape | None = None,
+        hash_function: HashFunction = xxhash.xxh3_128_digest,
+        *,
+        keep_log: bool = False,
+    ) -> None:
+        self.shape = shape = shape or Shape()
+        self.clock = FakeClock()
+        self.log: list[Decision] = []
+        self.sessions: list[Session] = []
+        self.jobs: dict[RequestId, Job] = {}
+        self.counts: Counter[str] = Counter()
+        self._ended: set[RequestId] = set()
+        self._next_id = 1
+        self._plan: Plan | None = None
+        self._tainted: list[BlockId] = []
+        self._replies: list[FrontMessage] = []
+        self.config = EngineConfig(
+            num_blocks=shape.num_blocks,
+            block_size=shape.block_size,
+            max_model_len=shape.max_model_len,
+            max_num_seqs=shape.max_num_seqs,
+            max_num_batched_tokens=shape.max_num_batched_tokens,
+            max_leases=shape.max_leases,
+            max_waiting=12,
+            namespace=NAMESPACE,
+            vocab_size=VOCAB_SIZE,
+            cost=CostParameters(1e-3, 2e-4, 1e-6),
+            target_step_s=shape.target_step_s,
+            tenants={
+                name: TenantLimits(weight, floor)
+                for name, weight, floor in zip(shape.tenants, shape.weights, shape.floors, strict=True)
+            },
+        )
+        # Steps take other times than the cost model starts with, so that it is fitted meanwhile.
+        cost = CostParameters(1.2e-3, 3e-4, 2e-6)
+        self.runner = ProvenanceRunner(shape.num_blocks, shape.block_size, VOCAB_SIZE, self._truth, cost, self.clock)
+        self.runner.before_write = self._check_write
+        self.core = EngineCore(
+            self.config,
+            self,
+            self.clock,
+            log=self.log.append if keep_log else None,
+            hash_function=hash_function,
+            # A constant hash has one key for all; the list under it must not be what limits the hits.
+            max_entries_per_key=shape.num_blocks if hash_function is constant_hash else MAX_ENTRIES_PER_KEY,
+        )
+
+    # What a front does.
+
+    def send(self, message: FrontMessage) -> None:
+        """Hand the engine a message."""
+        self.hear(self.core.handle(message, self.clock.now))
+
+    def open_session(self, tenant: str) -> Session:
+        """Return a new, empty session of a tenant; "" is the public one."""
+        session = Session(self._new_lease(), tenant)
+        self.sessions.append(session)
+        return session
+
+    def submit(
+        self,
+        session: Session,
+        base_len: int,
+        new_ids: list[int],
+        params: SamplingParams,
+        request_class: RequestClass = RequestClass.INTERACTIVE,
+        *,
+        keep_lease: bool = True,
+    ) -> Job:
+        """Start a turn of an idle session; what does not fit is shortened until it does."""
+        if base_len + len(new_ids) + 1 > self.config.max_model_len:
+            base_len, new_ids = 0, new_ids[: self.shape.block_size] or [1]
+        request = RequestId(self._next_id)
+        self._next_id += 1
+        submit = Submit(request, session.lease, session.tenant, base_len, new_ids, params, request_class, keep_lease)
+        session.cut(base_len)
+        session.extend(new_ids)
+        session.job = job = Job(request, session, submit, len(session.token_ids))
+        self.jobs[request] = job
+        self.counts["submitted"] += 1
+        self.send(submit)
+        return job
+
+    def fork(self, session: Session, at: int) -> Session:
+        """Fork a session, idle or not."""
+        fork = Session(self._new_lease(), session.tenant, session.token_ids[:at], session.chains[:at])
+        self.sessions.append(fork)
+        self.send(Fork(session.lease, fork.lease, at))
+        self.counts["forked"] += 1
+        return fork
+
+    def trim(self, session: Session, length: int) -> None:
+        """Cut an idle session."""
+        session.cut(length)
+        self.send(Trim(session.lease, length))
+
+    def cancel(self, job: Job) -> None:
+        """Cancel a request, twice."""
+        self.send(Cancel(job.request))
+        self.send(Cancel(job.request))
+        self.counts["cancelled"] += 1
+
+    def finish_at(self, job: Job, length: int) -> None:
+        """End a request where its answer is said to end, twice."""
+        job.session.cut(length)
+        self.send(Finish(job.request, job.session.lease, length))
+        self.send(Finish(job.request, job.session.lease, length))
+        self.counts["finished"] += 1
+
+    def release(self, session: Session) -> None:
+        """Release a session, idle or not, twice."""
+        self.sessions.remove(session)
+        self.send(Release(session.lease))
+        self.send(Release(session.lease))
+
+    def ask_in_vain(self, submit: Submit, code: str) -> None:
+        """Submit what must be refused at once."""
+        said = self.core.handle(submit, self.clock.now)
+        ends = [(end.request, end.reason, end.error_code) for end in said if isinstance(end, Done)]
+        expected = [(submit.request, FinishReason.FAILED, code)]
+        assert ends == expected, f"I19: {submit} was answered with {said}"
+        self.hear([message for message in said if not isinstance(message, Done)])
+
+    def _new_lease(self) -> LeaseId:
+        self._next_id += 1
+        return LeaseId(self._next_id)
+
+    # A step.
+
+    def drain(self) -> None:
+        """Let everything come to its end, and check that nothing is left over."""
+        self.runner.failing.clear()
+        self.runner.not_finite.clear()
+        for _ in range(100_000):
+            if not self.core.has_work:
+                break
+            self.step()
+        assert not self.jobs, f"I13: {sorted(self.jobs)} never ended"
+        for session in list(self.sessions):
+            self.send(Release(session.lease))
+        self.sessions.clear()
+        self.core.check_invariants()
+        assert self.core.pool.num_active == 0, "I18: blocks are held by nobody"
+        assert not len(self.core.leases), "a lease is left over"
+
+    def step(self) -> None:
+        """Run one step of the engine and check everything."""
+        core = self.core
+        waited, ran = len(core.scheduler.waiting), len(core.scheduler.running)
+        self._plan = None
+        self._tainted = []
+        self.counts["steps"] += 1
+        floors = self._protected()
+        said = core.step(self.clock.now)
+        if self.runner.violation is not None:
+            raise self.runner.violation
+        for block_id in self._tainted:
+            block = core.pool.blocks[block_id]
+            assert block.entry is None or block.account is core.pool.public, (
+                f"S7: {block} may hold NaN and can be found"
+            )
+        for account, least in floors:
+            assert account.num_resident >= least, f"{account.tenant} was taken below its floor by others"
+        if waited and not ran:
+            moved = self._plan is not None or any(isinstance(message, Done) for message in said)
+            assert moved, "I14: work waits, nothing runs, and the step did nothing"
+        self.hear(said)
+        core.check_invariants()
+        self._poison()
+        if self.counts["steps"] % 8 == 0:
+            self._compare_ids()
+
+    # The runner's place: look at each plan, then pass it on.
+
+    def execute(self, plan: Plan) -> StepOutput:
+        """Check a plan as a whole and run it."""
+        try:
+            return self._execute(plan)
+        except AssertionError as error:
+            self.runner.violation = error
+            raise
+
+    def _execute(self, plan: Plan) -> StepOutput:
+        self._plan = plan
+        assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens, f"I12: {plan.num_tokens} rows in a step"
+        ids = [chunk.request_id for chunk in plan.chunks]
+        assert len(set(ids)) == len(ids), "a request has two chunks in one step"
+        for chunk in plan.chunks:
+            assert (chunk.sample is not None) == (
+                chunk.start + chunk.num_tokens == len(self.jobs[chunk.request_id].session.token_ids)
+            ), f"request {chunk.request_id} samples in the middle of its prompt, or not at its end"
+        if self.runner.raise_next:
+            # A retry that fails as well is a failure of whoever is in it.
+            self.jobs[ids[-1]].may_fail |= len(ids) == 1
+        output = self.runner.execute(plan)
+        self._tainted = [
+            block_id for chunk in plan.chunks if chunk.request_id in output.failed for block_id in chunk.block_ids
+        ]
+        return output
+
+    def _truth(self, request_id: RequestId) -> Truth:
+        session = self.jobs[request_id].session
+        return Truth(session.tenant or None, session.chains)
+
+    def _check_write(self, block_id: BlockId) -> None:
+        block = self.core.pool.blocks[block_id]
+        assert block.entry is None, f"I4: registered {block} is written"
+        assert block.ref_count == 1, f"I4: shared {block} is written"
+
+    # What the front hears.
+
+    def hear(self, said: list[EngineMessage]) -> None:
+        """Compare messages with what they must say."""
+        for message in said:
+            if isinstance(message, Tokens):
+                for delta in message.deltas:
+                    self._hear_token(delta.request, delta.ids)
+            elif isinstance(message, Started):
+                job = self.jobs[message.request]
+                assert not job.is_started, f"request {message.request} started twice"
+                job.is_started = True
+                assert 0 <= message.num_cached_tokens < message.num_prompt_tokens == job.num_prompt, (
+                    "I8: all was cached"
+                )
+                self.counts["prompt_tokens"] += message.num_prompt_tokens
+                self.counts["cached_tokens"] += message.num_cached_tokens
+            elif isinstance(message, Done):
+                self._hear_end(message)
+            elif isinstance(message, PoolFrame):
+                self._hear_frame(message)
+            elif isinstance(message, LeaseLost):
+                self.counts["lost"] += 1
+                job = self.jobs[message.request]
+                whole = list(job.session.token_ids)
+                job.submit = msgspec.structs.replace(job.submit, base_len=0, new_ids=whole)
+                self._replies.append(job.submit)
+        while self._replies:
+            self.send(self._replies.pop(0))
+
+    def _hear_token(self, request: RequestId, ids: list[int]) -> None:
+        job = self.jobs[request]
+        session = job.session
+        for token_id in ids:
+            expected = self.runner.next_token(session.chains[-1])
+            assert token_id == expected, f"I20: request {request} drew {token_id}, its prefix gives {expected}"
+            session.extend([token_id])
+        self.counts["output_tokens"] += len(ids)
+
+    def _hear_frame(self, frame: PoolFrame) -> None:
+        assert frame.num_free + frame.num_cached + frame.num_active == frame.num_blocks, "I1: a frame does not add up"
+        pool = self.core.pool
+        if frame.states:
+            assert frame.states == pool.states, "a frame shows another pool"
+            counted = [frame.states.count(state) for state in range(4)]
+            told = [frame.num_free, frame.num_cached, frame.num_active - frame.num_shared, frame.num_shared]
+            assert counted == told, f"a frame's map counts {counted}, its numbers are {told}"
+        for row, account in zip(frame.tenants, pool.accounts, strict=True):
+            assert (row.tenant, row.num_active) == (account.tenant, account.num_active), "a frame's rows are wrong"
+        self.counts["frames"] += 1
+
+    def _hear_end(self, done: Done) -> None:
+        assert done.request not in self._ended, f"I13: request {done.request} ended twice"
+        self._ended.add(done.request)
+        job = self.jobs.pop(done.request)
+        session = job.session
+        self.runner.failing.discard(done.request)
+        self.runner.not_finite.discard(done.request)
+        self.counts[f"end {done.reason}"] += 1
+        if done.error_code == "unavailable":
+            # Nothing of the submission was done; the lease still has what this turn would have replaced.
+            session.cut(job.submit.base_len)
+            self._replies.append(Trim(session.lease, job.submit.base_len))
+        else:
+            assert done.num_output_tokens == len(session.token_ids) - job.num_prompt, "I17: usage is not what was kept"
+            self._check_reason(done, job)
+        session.job = None
+        is_gone = self.core.leases.get(session.lease) is None
+        if is_gone and session in self.sessions:
+            self.sessions.remove(session)
+
+    def _check_reason(self, done: Done, job: Job) -> None:
+        params, ids = job.submit.params, job.session.token_ids
+        answer = ids[job.num_prompt :]
+        stops = [
+            n for n, token_id in enumerate(answer, 1) if token_id in params.stop_token_ids and n > params.min_tokens
+        ]
+        match done.reason:
+            case FinishReason.STOP:
+                assert stops == [len(answer)], f"request {done.request} went on after its stop id"
+            case FinishReason.MAX_OUTPUT_TOKENS:
+                assert len(answer) == params.max_tokens, f"request {done.request} has {len(answer)} tokens"
+            case FinishReason.CONTEXT:
+                assert len(ids) == self.config.max_model_len, f"request {done.request} ended at {len(ids)}"
+            case FinishReason.FAILED:
+                assert job.may_fail, f"request {done.request} failed with nothing wrong: {done.error_message}"
+            case FinishReason.KV_EXHAUSTED:
+                self.counts["exhausted"] += 1
+            case _:
+                pass
+        assert len(stops) <= 1, f"request {done.request} passed a stop id"
+        assert not stops or done.reason in (
+            FinishReason.STOP,
+            FinishReason.STOP_STRING,
+        ), f"request {done.request} has a stop id and ended as {done.reason}"
+
+    # What is checked from outside.
+
+    def _poison(self) -> None:
+        """Make every slot unreadable that holds no token of anybody."""
+        runner, size, pool = self.runner, self.shape.block_size, self.core.pool
+        for block_id, state in enumerate(pool.states):
+            if not state and runner.chains[block_id * size] != POISON:
+                runner.poison(block_id)
+        for lease in self.core.leases:
+            table = lease.table
+            offset = table.num_computed_tokens % size
+            if offset:
+                block = pool.blocks[table.block_ids[-1]]
+                is_own = block.ref_count == 1 and block.entry is None
+                if is_own and runner.chains[block.block_id * size + offset] != POISON:
+                    runner.poison(block.block_id, offset)
+
+    def _protected(self) -> list[tuple[Account, int]]:
+        """Return the blocks that a step must leave to the tenants that do nothing in it."""
+        pool = self.core.pool
+        if pool.public.num_resident:
+            return []  # What hangs on a public block goes with it.
+        busy = {job.session.tenant for job in self.jobs.values()}
+        return [(a, min(a.floor, a.num_resident)) for a in pool.accounts if a.floor and a.tenant not in busy]
+
+    def _compare_ids(self) -> None:
+        for session in self.sessions:
+            lease = self.core.leases.get(session.lease)
+            if lease is not None:
+                assert list(lease.token_ids) == session.token_ids, f"I25: lease {session.lease} holds other ids"
