@@ -89,6 +89,9 @@ class ByteChatEncoder:
         """Return the ids to append after an answer."""
         return [*([] if answer_ended else [TURN_END]), *self._said(new_messages)]
 
+    def settle(self, answer_ids: Sequence[int]) -> None:
+        """Return None: no answer has thoughts."""
+
     def _said(self, messages: Sequence[Message]) -> list[int]:
         if not messages or messages[-1].role != "user":
             raise InvalidRequest("last message must be the user's", param="messages")

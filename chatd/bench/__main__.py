@@ -8,6 +8,7 @@ import sys
 BENCHMARKS = {
     "step": "where the time of one decode step goes",
     "kernels": "kernels and linear layers, alone",
+    "front": "deltas that the front carries on one core",
     "pool": "operations of the block pool and the prefix index",
 }
 

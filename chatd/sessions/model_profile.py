@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -42,6 +42,7 @@ class ModelProfile:
         stop_token_ids: Ids that end an answer.
         defaults: Sampling parameters of generation_config.json.
         max_tokens: Longest answer, or None for the rest of the context.
+        thoughts: Whether a template that drops the thoughts of earlier answers gets its way.
         block_size: Tokens of a block.
         blocks: Blocks of the pool.
     """
@@ -52,6 +53,7 @@ class ModelProfile:
     stop_token_ids: frozenset[int] = frozenset()
     defaults: Params = NO_PARAMS
     max_tokens: int | None = None
+    thoughts: Literal["keep", "drop"] = "drop"
     block_size: int = 0
     blocks: int = 0
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import date as Date
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from chatd.engine.client import EngineEvent
 from chatd.engine.messages import FrontMessage, Ready
 from chatd.protocol import Message
 from chatd.sessions.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from chatd.sessions.prompt_encoder import SettledAnswer
 
 
 class EngineGateway(Protocol):
@@ -48,6 +51,10 @@ class ChatEncoder(Protocol):
 
     def extend(self, new_messages: Sequence[Message], *, answer_ended: bool, date: Date) -> list[int]:
         """Return the ids to append after an answer, up to where the next one begins."""
+        ...
+
+    def settle(self, answer_ids: Sequence[int]) -> SettledAnswer | None:
+        """Return an answer as later prompts have it, where that differs: without its thoughts."""
         ...
 
 

@@ -7,7 +7,9 @@ says. The flag that keeps a second turn out is `Session.turn`: set before the fi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -38,7 +40,7 @@ from chatd.errors import (
     Unavailable,
 )
 from chatd.protocol import Message, Params, Timings, Usage
-from chatd.sessions.conversation import Node, Owner, common_length, last_answer, log_between, pending_after
+from chatd.sessions.conversation import ID_TYPE, Node, Owner, common_length, last_answer, log_between, pending_after
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.model_profile import ModelProfile, draw_seed
 from chatd.sessions.ports import ChatEncoder, EngineGateway, Vocabulary
@@ -237,6 +239,8 @@ class TurnRunner:
                 turn.request_class,
             )
         )
+        if turn.request is not None:
+            del self._requests[turn.request]
         turn.request, turn.base_len = request, base_len
         lease.node, lease.num_tokens = answer, answer.num_tokens
         self._requests[request] = turn
@@ -277,13 +281,17 @@ class TurnRunner:
         """End every turn in flight and forget what the engine held."""
         self.is_ready = False
         self.epoch += 1
-        turns = list(self._requests.values())
-        self._requests.clear()
-        for turn in turns:
-            if turn.decided is not None:
-                self._finish(turn, turn.decided, None)
-            else:
-                self.fail(turn, EngineError(f"the engine ended while it computed this answer: {reason}"))
+        error = EngineError(f"the engine ended while it computed this answer: {reason}")
+        for turn in list(self._requests.values()):
+            try:
+                if turn.decided is not None:
+                    self._finish(turn, turn.decided, None)
+                else:
+                    self.fail(turn, error)
+            except Exception:
+                _log.exception("a turn could not be ended as it should")
+                with contextlib.suppress(Exception):
+                    self.fail(turn, error)
 
     def on_tokens(self, request: RequestId, ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> None:
         """Take the new tokens of one request."""
@@ -312,7 +320,7 @@ class TurnRunner:
 
     def on_done(self, done: Done) -> None:
         """End the turn of a request."""
-        turn = self._requests.pop(done.request, None)
+        turn = self._requests.get(done.request)
         if turn is None:
             return
         if done.reason is FinishReason.FAILED and turn.decided is None:
@@ -322,7 +330,7 @@ class TurnRunner:
 
     def on_lease_lost(self, request: RequestId) -> None:
         """Send the whole log, or end a turn that was cancelled meanwhile."""
-        turn = self._requests.pop(request, None)
+        turn = self._requests.get(request)
         if turn is None:
             return
         self._stats.lease_misses += 1
@@ -335,7 +343,7 @@ class TurnRunner:
         else:
             try:
                 self._submit(turn, whole=True)
-            except ChatdError as error:
+            except Unavailable as error:
                 self.fail(turn, error)
 
     # How a turn ends.
@@ -346,8 +354,10 @@ class TurnRunner:
             return
         session = turn.session
         assert turn.first_node is not None, "a turn without a message fails"
-        session.conversation.remove_from(turn.first_node, turn.previous_head)
-        self._free(turn)
+        try:
+            session.conversation.remove_from(turn.first_node, turn.previous_head)
+        finally:
+            self._free(turn)
         self._stats.turns_ended["failed"] += 1
         for observer in self.observers:
             observer.turn_ended(session.owner, "failed", None, None)
@@ -356,7 +366,7 @@ class TurnRunner:
 
     def fail_request(self, request: RequestId, error: ChatdError) -> None:
         """End a turn whose messages could not be handled; the engine is told to stop."""
-        turn = self._requests.pop(request, None)
+        turn = self._requests.get(request)
         if turn is not None:
             self.send_about(Cancel(request))
             self.fail(turn, error)
@@ -373,7 +383,6 @@ class TurnRunner:
         if reason is FinishReason.STOP and text.ids and self._is_foreign_stop(text.ids[-1]):
             text.ids.pop()
         num_prompt_tokens = answer.num_tokens
-        answer.ids = text.ids
         named = self._name_of(turn, reason, num_prompt_tokens, len(text.ids))
         num_cached = min(done.num_cached_tokens if done is not None else turn.num_cached_tokens, num_prompt_tokens)
         usage = Usage.of(num_prompt_tokens, num_cached, len(text.ids))
@@ -382,8 +391,7 @@ class TurnRunner:
         session.conversation.end_answer(
             answer, status="completed" if completed else "incomplete", reason=named, usage=usage, timings=timings
         )
-        if session.lease.node is answer:
-            session.lease.num_tokens = answer.num_tokens
+        self._settle(session, answer, text)
         self._free(turn)
         stats = self._stats
         stats.turns_ended[named] += 1
@@ -394,6 +402,20 @@ class TurnRunner:
             observer.turn_ended(session.owner, named, usage, timings)
         self._on_ended(turn, True)
         turn.sink.on_end(turn, TurnEnd(named, completed, usage, timings))
+
+    def _settle(self, session: Session, answer: Node, text: AnswerText) -> None:
+        """Give an answer the ids that later prompts have of it, and note how much of them the lease holds."""
+        settled = self._encoder.settle(text.ids) if self.model.thoughts == "drop" else None
+        if settled is None:
+            answer.ids = text.ids
+            num_held = answer.num_tokens
+        else:
+            # The template has no thoughts in its history, so what comes after them is computed again.
+            del answer.prompt_ids[len(answer.prompt_ids) - settled.num_prompt_ids :]
+            num_held = answer.num_tokens
+            answer.ids = array(ID_TYPE, settled.ids)
+        if session.lease.node is answer:
+            session.lease.num_tokens = num_held
 
     def _is_foreign_stop(self, token_id: int) -> bool:
         """Return whether an id ends an answer but has no place in a conversation of this template."""

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from chatd import protocol
-from chatd.engine.messages import Finish, FinishReason, Release, RequestClass, Retain, Tier
 from chatd.engine import messages
+from chatd.engine.messages import Finish, FinishReason, Release, RequestClass, Retain, Tier
 from chatd.errors import (
     ChatdError,
     Conflict,
@@ -755,14 +755,14 @@ async def test_draining_ends_what_is_late() -> None:
     session, connection = await open_session(manager)
     await say(manager, session, "hi")
     engine.step()
-    engine.running.clear()
-    task = asyncio.create_task(manager.drain(0.0))
-    while session.turn is not None and session.turn.decided is None:
-        await asyncio.sleep(0)
-    request = engine.submits[0].request
-    timings = messages.RequestTimings(0.0, 0.0, 0.0, 0, 0)
-    engine.say(messages.Done(request, FinishReason.CANCELLED, 5, 0, 1, timings))
-    await task
+    send = engine.send
+
+    def send_and_answer(message: messages.FrontMessage) -> None:
+        send(message)
+        asyncio.get_running_loop().call_soon(engine.flush)
+
+    engine.send = send_and_answer
+    await manager.drain(0.0)
     end = next(event for event in connection.events if isinstance(event, ResponseIncomplete))
     assert (end.reason, end.item.content) == ("draining", "a")
 

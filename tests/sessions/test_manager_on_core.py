@@ -1,0 +1,150 @@
+"""Sessions over the real engine core, whose runner compares every slot with what the session holds (I25)."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from chatd import protocol
+from chatd.errors import ChatdError
+from chatd.protocol import Message, Params, SessionCreate, UserMessage
+from chatd.sessions.manager import CompletionRequest, Owner, SessionLimits
+from chatd.testing_sessions import CoreEngine, RecordingSubscriber, make_manager
+
+OWNERS = (Owner("acme", "ann"), Owner("acme", "bob"), Owner("zeta", "ann"))
+ENDS = protocol.ResponseCompleted | protocol.ResponseIncomplete
+TEXTS = ("hello there, how are you?", "short", "a longer message, " * 6, "naïve 東京 🙂")
+
+
+async def test_a_later_turn_finds_everything_before_it_computed() -> None:
+    engine = CoreEngine()
+    manager = make_manager(engine, max_tokens=24)
+    session = await manager.create(OWNERS[0], SessionCreate(system="be brief " * 10))
+    connection = RecordingSubscriber()
+    manager.created(session, connection)
+    manager.start(session, connection)
+    ends = []
+    for text in TEXTS:
+        before = session.conversation.num_tokens
+        await manager.user_message(session, UserMessage(session=session.id, content=text))
+        engine.run()
+        end = next(event for event in connection.take() if isinstance(event, ENDS))
+        # Only the last token of the answer before may have no KV yet.
+        assert end.usage.cached_tokens >= before - 1
+        assert end.usage.output_tokens == len(session.conversation.head.ids)
+        ends.append(end)
+    lease = engine.core.leases.get(session.lease.id)
+    log = list(session.conversation.log())
+    assert list(lease.token_ids)[: len(log)] == log
+    assert all(a.usage.input_tokens < b.usage.input_tokens for a, b in pairwise(ends))
+
+
+async def test_stateless_history_hits_its_own_cache() -> None:
+    engine = CoreEngine()
+    manager = make_manager(engine, max_tokens=24)
+    histories = [[Message(role="system", content="You are helpful. " * 12)] for _ in range(4)]
+    before = [0] * 4
+    for turn in range(4):
+        completions = []
+        for number, history in enumerate(histories):
+            history.append(Message(role="user", content=f"chat {number} turn {turn}: {TEXTS[turn]}"))
+            request = CompletionRequest(messages=history, params=Params(ignore_eos=True))
+            completions.append(await manager.complete(OWNERS[0], request))
+        engine.run()
+        for number, (history, completion) in enumerate(zip(histories, completions, strict=True)):
+            history.append(Message(role="assistant", content=await completion.text()))
+            assert completion.error is None
+            if turn:
+                assert completion.usage.cached_tokens >= 0.95 * before[number]
+            before[number] = completion.usage.input_tokens + completion.usage.output_tokens
+    assert manager.stats.known_misses == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_any_mix_of_turns_cancels_and_stateless_requests_keeps_ids_and_kv_together(seed: int) -> None:
+    rng = random.Random(seed)
+    engine = CoreEngine(num_blocks=40 if seed % 2 else 200, max_num_seqs=4)
+    manager = make_manager(engine, max_tokens=20, limits=SessionLimits(max_stateless_sessions=6, max_known_messages=30))
+    sessions = [await manager.create(owner, SessionCreate()) for owner in OWNERS for _ in range(2)]
+    watchers = []
+    for number, session in enumerate(sessions):
+        watcher = RecordingSubscriber(f"con_{number}")
+        manager.created(session, watcher)
+        manager.start(session, watcher)
+        watchers.append(watcher)
+    histories: list[tuple[Owner, list[Message]]] = [(owner, []) for owner in OWNERS]
+    running = []
+    refusals = set()
+    params = (
+        Params(),
+        Params(max_tokens=3),
+        Params(stop=("e",)),
+        Params(ignore_eos=True),
+        Params(stop_token_ids=(65,)),
+    )
+    for _ in range(120):
+        action = rng.randrange(10)
+        session = rng.choice(sessions)
+        try:
+            if action < 3:
+                await manager.user_message(
+                    session,
+                    UserMessage(session=session.id, content=rng.choice(TEXTS), params=rng.choice(params)),
+                )
+            elif action == 3:
+                await manager.cancel(session)
+            elif action == 4:
+                owner, history = rng.choice(histories)
+                said = [*history, Message(role="user", content=rng.choice(TEXTS))]
+                completion = await manager.complete(owner, CompletionRequest(messages=said, params=rng.choice(params)))
+                running.append((owner, said, completion))
+            elif action == 5 and running:
+                rng.choice(running)[2].cancel()
+            else:
+                for _ in range(rng.randrange(1, 12)):
+                    engine.step()
+        except ChatdError as error:
+            refusals.add(error.error_code)
+        for owner, said, completion in [entry for entry in running if entry[2].finish_reason is not None]:
+            running.remove((owner, said, completion))
+            text = await completion.text()
+            if completion.error is None and len(said) < 8:
+                histories.append((owner, [*said, Message(role="assistant", content=text)]))
+    engine.run()
+    assert manager.num_in_flight == 0
+    assert refusals <= {"session_busy", "not_responding", "context_length_exceeded"}
+    for session, watcher in zip(sessions, watchers, strict=True):
+        assert session.turn is None
+        check_transcript(watcher.events, manager.items(session))
+
+
+def check_transcript(events: list[protocol.Event], items: list[protocol.Item]) -> None:
+    """I17: no gap, the deltas are the text, the usage is what was kept, one end each."""
+    seq = 0
+    texts: dict[str, str] = {}
+    open_item: str | None = None
+    final: dict[str, protocol.Item] = {}
+    for event in events:
+        if not isinstance(event, protocol.TranscriptEvent):
+            continue
+        seq += 1
+        assert event.seq == seq
+        if isinstance(event, protocol.ResponseCreated):
+            assert open_item is None
+            open_item = event.item.id
+            texts[open_item] = ""
+        elif isinstance(event, protocol.OutputTextDelta):
+            assert event.item_id == open_item
+            texts[open_item] += event.delta
+        elif isinstance(event, ENDS):
+            assert event.item.id == open_item
+            assert event.item.content == texts[open_item]
+            final[open_item] = event.item
+            open_item = None
+        elif isinstance(event, protocol.ResponseFailed):
+            assert event.item_id == open_item
+            open_item = None
+    assert open_item is None
+    for item in items:
+        if item.role == "assistant":
+            assert final[item.id] == item
