@@ -36,9 +36,11 @@ MAX_FRAME_BYTES = 4 * 1024 * 1024
 CELL_STATES = ("free", "cached", "active", "shared")
 CELL_BYTES = 2 * len(CELL_STATES)
 
-CommandId = Annotated[str, msgspec.Meta(pattern="^[0-9A-Za-z_-]{1,64}$")]
-SessionId = Annotated[str, msgspec.Meta(pattern="^[0-9A-Za-z_-]{1,64}$")]
-ItemId = Annotated[str, msgspec.Meta(pattern="^[0-9A-Za-z_-]{1,64}$")]
+# Python's `$` also matches before a line end at the end; JSON Schema's does not, and knows no `\Z`.
+_ID_PATTERN = r"^[0-9A-Za-z_-]{1,64}(?!\n)$"
+CommandId = Annotated[str, msgspec.Meta(pattern=_ID_PATTERN)]
+SessionId = Annotated[str, msgspec.Meta(pattern=_ID_PATTERN)]
+ItemId = Annotated[str, msgspec.Meta(pattern=_ID_PATTERN)]
 Title = Annotated[str, msgspec.Meta(max_length=200)]
 Role = Literal["system", "user", "assistant"]
 AttachRole = Literal["writer", "observer"]

@@ -267,6 +267,8 @@ class Daemon:
 
     async def shutdown(self) -> None:
         """End the tasks that are left."""
+        if self._pool is not None:
+            self._pool.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -102,6 +102,9 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
             self.writable.set()
             self._drop_later()
         await super().send(message)
+        if self.initial_response is not None and self.close_sent:
+            # A refused handshake is complete too; uvicorn would log it as an error of the application.
+            self.handshake_complete = True
 
     def shutdown(self) -> None:
         """Close for a restart, and do not wait for a peer that reads nothing."""

@@ -145,7 +145,9 @@ class Outbox:
             if tail is not None and tail.can_merge(delta):
                 self._grow(tail.merge(delta))
                 return
-        if self._num_bytes > HARD_LIMIT_FACTOR * self._high_water_bytes:
+        # One frame may be larger than any mark; it is what comes behind it that is bounded.
+        first_bytes = self._entries[0].size if self._entries else 0
+        if self._num_bytes - first_bytes > HARD_LIMIT_FACTOR * self._high_water_bytes:
             self._overload()
             return
         entry = _Entry(self._encoder.encode(event), session, delta)

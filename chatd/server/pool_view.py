@@ -7,6 +7,7 @@ all tell it what the others do. So while a tenant stays within its floor, its fr
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -123,16 +124,21 @@ class PoolSubscription:
         """True where the engine has to send its leases."""
         return self.detail != "summary"
 
-    def offer(self, step: PoolStep) -> bool:
-        """Take a step if it is time for one; True where `take` has something to send."""
+    def offer(self, step: PoolStep) -> float | None:
+        """Take a step; return 0 where `take` has something to send now, or in how many seconds it is time for one.
+
+        None for a step that does not have what this caller asked for: one that has follows.
+        """
+        if self.wants_map and not step.frame.states:
+            return None
         now = self._clock()
-        lacks_map = self.wants_map and not step.frame.states
-        # A tenth of slack: the engine's own interval has jitter, and a frame just before its time is not skipped.
-        if lacks_map or now < self._due_at - 0.1 * self.interval_s:
-            return False
+        wait_s = self._due_at - now
+        # A tenth of slack: the engine's own interval has jitter, and a frame just before its time is not put off.
+        if wait_s > 0.1 * self.interval_s:
+            return wait_s
         self._due_at = now + self.interval_s
         self._step = step
-        return True
+        return 0.0
 
     def take(self) -> Event | None:
         """Return the latest step as this caller may see it: all of it at first, then what changed."""
@@ -265,8 +271,26 @@ class _TokenRate:
         return round((after - before) / (now - then), 2) if now > then else 0.0
 
 
+SendPool = Callable[[Callable[[], Event | None]], None]
+"""Queues a frame that is made when its turn comes; replaces one that still waits."""
+
+
+@dataclass(slots=True)
+class _Look:
+    subscription: PoolSubscription
+    send: SendPool
+    later: asyncio.TimerHandle | None = None
+
+    def cancel(self) -> None:
+        if self.later is not None:
+            self.later.cancel()
+            self.later = None
+
+
 class PoolHub:
     """Passes the engine's frames on to whoever looks, and asks the engine for no more than that.
+
+    The engine sends a frame only when something changed, so one that comes too early for a caller is kept for it.
 
     Args:
         watch: Asks the engine for frames: (seconds between them, with the map, with the leases).
@@ -276,39 +300,58 @@ class PoolHub:
     def __init__(self, watch: Callable[[float, bool, bool], Any], clock: Callable[[], float]) -> None:
         self._watch = watch
         self._clock = clock
-        self._subscriptions: dict[str, tuple[PoolSubscription, Callable[[Callable[[], Event | None]], None]]] = {}
+        self._looks: dict[str, _Look] = {}
         self._watched: tuple[float, bool, bool] | None = None
-        self.latest: PoolFrame | None = None
+        self._latest: PoolStep | None = None
+
+    @property
+    def latest(self) -> PoolFrame | None:
+        """The engine's last frame."""
+        return self._latest.frame if self._latest is not None else None
 
     def start(self) -> None:
         """Ask for the frames that are needed with nobody looking."""
         self._rewatch()
 
-    def subscribe(
-        self,
-        connection_id: str,
-        subscription: PoolSubscription,
-        send: Callable[[Callable[[], Event | None]], None],
-    ) -> None:
+    def subscribe(self, connection_id: str, subscription: PoolSubscription, send: SendPool) -> None:
         """Let a connection look, instead of how it looked before."""
-        self._subscriptions[connection_id] = (subscription, send)
+        self._drop(connection_id)
+        self._looks[connection_id] = _Look(subscription, send)
         self._rewatch(again=True)
 
     def unsubscribe(self, connection_id: str) -> None:
         """Let a connection look no more."""
-        if self._subscriptions.pop(connection_id, None) is not None:
+        if self._drop(connection_id):
             self._rewatch()
 
     def on_frame(self, frame: PoolFrame, sessions: Mapping[LeaseId, LeaseHolder]) -> None:
         """Take a frame of the engine."""
-        self.latest = frame
-        step = PoolStep(frame, sessions)
-        for subscription, send in self._subscriptions.values():
-            if subscription.offer(step):
-                send(subscription.take)
+        self._latest = PoolStep(frame, sessions)
+        for look in self._looks.values():
+            self._offer(look)
+
+    def close(self) -> None:
+        """Let nobody look any more."""
+        for connection_id in list(self._looks):
+            self._drop(connection_id)
+
+    def _offer(self, look: _Look) -> None:
+        look.cancel()
+        assert self._latest is not None, "there is no frame to offer"
+        wait_s = look.subscription.offer(self._latest)
+        if wait_s == 0.0:
+            look.send(look.subscription.take)
+        elif wait_s is not None:
+            look.later = asyncio.get_running_loop().call_later(wait_s, self._offer, look)
+
+    def _drop(self, connection_id: str) -> bool:
+        look = self._looks.pop(connection_id, None)
+        if look is not None:
+            look.cancel()
+        return look is not None
 
     def _rewatch(self, *, again: bool = False) -> None:
-        looks = [subscription for subscription, _ in self._subscriptions.values()]
+        looks = [look.subscription for look in self._looks.values()]
         wanted = (
             min([IDLE_INTERVAL_S, *(look.interval_s for look in looks)]),
             any(look.wants_map for look in looks),

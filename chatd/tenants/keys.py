@@ -39,8 +39,8 @@ _KEY = re.compile(r"ck_([0-9A-Za-z]{1,32})_([0-9A-Za-z]{43})([0-9A-Za-z]{6})\Z")
 _NO_DIGEST = "0" * 64
 
 KeyClass = Literal["interactive", "batch", "prefill-ahead"]
-Name = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z][0-9A-Za-z._@-]{0,63}$")]
-Label = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]{0,128}$")]
+Name = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z][0-9A-Za-z._@-]{0,63}\Z")]
+Label = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]{0,128}\Z")]
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,10 +57,10 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         created: Unix seconds.
     """
 
-    id: Annotated[str, msgspec.Meta(pattern="^[0-9A-Za-z]{1,32}$")]
+    id: Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z]{1,32}\Z")]
     tenant: Name
     user: Name
-    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
     label: Label = ""
     is_operator: bool = msgspec.field(default=False, name="operator")
     classes: tuple[KeyClass, ...] = ALL_CLASSES

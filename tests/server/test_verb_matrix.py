@@ -1,0 +1,82 @@
+"""Every verb against one's own, another user's, another tenant's, an unknown and a malformed session."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from chatd.protocol import COMMANDS, Error, UserMessage, encode
+from chatd.server.policy import Access, PolicyError, check_verbs
+from chatd.server.verbs import VERBS
+
+from .test_websocket import create
+
+MORE_FIELDS: dict[str, dict[str, Any]] = {"user.message": {"content": "hi", "respond": False}}
+WITH_SESSION = [command for command in COMMANDS if "session" in command.__struct_fields__]
+TAGS = {command: str(command.__struct_config__.tag) for command in COMMANDS}
+
+
+def build(command: type, session: str, ident: str) -> Any:
+    return command(id=ident, session=session, **MORE_FIELDS.get(TAGS[command], {}))
+
+
+def test_every_command_has_a_policy_and_needs_a_key() -> None:
+    assert set(VERBS) == set(COMMANDS)
+    assert all(verb.access in (Access.KEY, Access.OPERATOR) for verb in VERBS.values())
+
+
+def test_a_command_without_a_policy_fails_start_up() -> None:
+    some = {command: verb for command, verb in VERBS.items() if command is not UserMessage}
+    with pytest.raises(PolicyError, match="UserMessage"):
+        check_verbs(COMMANDS, some)
+    with pytest.raises(PolicyError, match="int"):
+        check_verbs(COMMANDS, {**VERBS, int: VERBS[UserMessage]})
+
+
+@pytest.mark.parametrize("command", WITH_SESSION, ids=TAGS.get)
+async def test_a_foreign_session_is_as_unknown_as_one_that_does_not_exist(start, command) -> None:
+    async with (
+        start() as running,
+        running.chat() as bob,
+        running.chat(running.keys["ann"]) as ann,
+        running.chat(running.keys["eve"]) as eve,
+    ):
+        own = (await create(bob)).session.id
+        unknown = "ses_" + "0" * 20
+        answers = {
+            "other user": await ann.ask(build(command, own, "c")),
+            "other tenant": await eve.ask(build(command, own, "c")),
+            "unknown": await bob.ask(build(command, unknown, "c")),
+        }
+        bodies = set()
+        for who, answer in answers.items():
+            assert isinstance(answer, Error), (who, answer)
+            assert answer.error.code == "not_found", (who, answer)
+            bodies.add(encode(answer).replace(own, "S").replace(unknown, "S"))
+        assert len(bodies) == 1, "a foreign session can be told from an unknown one"
+        malformed = await bob.ask(encode(build(command, own, "c")).replace(own, "../" + own))
+        assert malformed.error.param == "session"
+        if TAGS[command] == "response.cancel":
+            answer = await bob.ask(build(command, own, "c"))
+            assert answer.error.code == "not_responding"
+        else:
+            answer = await bob.ask(build(command, own, "c"))
+            assert not isinstance(answer, Error), answer
+
+
+async def test_lists_show_ones_own_sessions_only(start) -> None:
+    async with start() as running, running.chat() as bob, running.chat(running.keys["eve"]) as eve:
+        await create(bob, title="canary-of-bob")
+        answer = await eve.ask(msgspec.json.encode({"type": "session.list", "id": "l", "query": "canary"}).decode())
+        assert answer.sessions == []
+        assert "canary" not in encode(answer)
+
+
+async def test_a_closed_session_is_told_to_others_as_unknown(start) -> None:
+    async with start() as running, running.chat() as bob, running.chat(running.keys["eve"]) as eve:
+        session = (await create(bob)).session.id
+        close = next(command for command in COMMANDS if TAGS[command] == "session.close")
+        get = next(command for command in COMMANDS if TAGS[command] == "session.get")
+        await bob.ask(build(close, session, "c"))
+        assert not isinstance(await bob.ask(build(get, session, "g")), Error)
+        assert (await eve.ask(build(get, session, "g"))).error.code == "not_found"
