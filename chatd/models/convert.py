@@ -12,7 +12,7 @@ import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from chatd.errors import EnvironmentProblem, ModelError
 from chatd.models.digest import write_atomically
@@ -24,10 +24,6 @@ from chatd.models.model_config import (
     TOKENIZER_FILE,
 )
 from chatd.models.model_folder import WEIGHTS_FILE
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 Progress = Callable[[str, float], None]
 
@@ -147,9 +143,9 @@ def _config(metadata: dict[str, Any], *, tied: bool) -> dict[str, Any]:
 
 def _shortest(value: float) -> float:
     """Return the shortest decimal that is this float32: 1e-05 for 9.999999747378752e-06."""
-    import numpy as np
-
-    return float(str(np.float32(value)))
+    stored = struct.pack("<f", value)
+    candidates = (float(f"{value:.{digits}g}") for digits in range(1, 10))
+    return next(candidate for candidate in candidates if struct.pack("<f", candidate) == stored)
 
 
 def _generation_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -258,7 +254,7 @@ def _hugging_face_name(name: str) -> str:
     raise ModelError(f"the tensor {name!r} has no place in a Llama model", code="model_unsupported")
 
 
-def _rotate_halves(rows: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
+def _rotate_halves(rows: Any, num_heads: int) -> Any:
     """Return the rows of q or k, `[num_heads * head_dim, in]`, in the order in which rotary embedding pairs i with i +
     head_dim / 2.
 

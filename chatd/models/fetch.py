@@ -77,7 +77,8 @@ def ensure_built_in(model: BuiltIn, models_folder: Path, progress: Progress | No
     Args:
         model: Which.
         models_folder: Where converted models live; made if it does not exist.
-        progress: Called with a phase ("waiting", "downloading", "verifying", "converting") and 0 to 1.
+        progress: Called with a phase ("waiting", "downloading", "verifying", "converting") and 0 to 1. What it raises
+            ends the fetch.
 
     Raises:
         ModelError: `model_fetch_failed` or `model_checksum`.

