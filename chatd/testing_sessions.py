@@ -381,20 +381,23 @@ def make_manager(
     limits: SessionLimits | None = None,
     max_tokens: int | None = 64,
     context: int = 4096,
+    encoder: ByteChatEncoder | None = None,
+    clock: Callable[[], float] = lambda: 1000.0,
+    monotonic: Callable[[], float] = lambda: 50.0,
 ) -> SessionManager:
     """Return a manager over the vocabulary of bytes, with counted ids, a clock that stands still and seed 7."""
     numbers = count(1)
     manager = SessionManager(
         engine,
-        ByteChatEncoder(),
+        encoder or ByteChatEncoder(),
         ModelProfile(
             id="bytes", context=context, vocab_size=VOCAB_SIZE, stop_token_ids=STOP_IDS, max_tokens=max_tokens
         ),
         limits or SessionLimits(),
         vocabulary=ByteVocabulary(),
         boot="boot_1",
-        clock=lambda: 1000.0,
-        monotonic=lambda: 50.0,
+        clock=clock,
+        monotonic=monotonic,
         new_id=lambda prefix: f"{prefix}_{next(numbers)}",
         draw=lambda: 7,
     )

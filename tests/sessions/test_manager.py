@@ -1,6 +1,7 @@
 """Turns of native sessions, against an engine that says what it is told."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -39,6 +40,7 @@ from chatd.testing_sessions import (
     SYSTEM,
     TURN_END,
     USER,
+    ByteChatEncoder,
     RecordingSubscriber,
     ScriptedEngine,
     encode_text,
@@ -775,3 +777,202 @@ async def test_created_is_followed_by_its_response_before_any_delta() -> None:
     created = connection.events[1]
     assert isinstance(created, ResponseCreated)
     assert (created.item.role, created.item.content, created.item.status) == ("assistant", "", "in_progress")
+
+
+class SpyEncoder(ByteChatEncoder):
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+        self.gate: threading.Event | None = None
+        self.error: Exception | None = None
+
+    def extend(self, new_messages, **fields):
+        self.calls.append(sum(len(message.content) for message in new_messages))
+        return super().extend(new_messages, **fields)
+
+    def begin(self, system, messages, **fields):
+        if self.gate is not None:
+            assert self.gate.wait(10)
+        if self.error is not None:
+            raise self.error
+        return super().begin(system, messages, **fields)
+
+
+@pytest.mark.parametrize("num_turns", [4, 32])
+async def test_the_work_of_a_turn_does_not_grow_with_the_history(num_turns: int) -> None:
+    engine = ScriptedEngine(replying("answer " * 10), context=65536)
+    spy = SpyEncoder()
+    manager = make_manager(engine, encoder=spy, context=65536, max_tokens=256)
+    session, _ = await open_session(manager, system="s" * 500)
+    for _ in range(num_turns):
+        await say(manager, session, "x" * 100)
+        engine.run()
+    assert set(spy.calls) == {100}
+    assert {len(messages.encode(submit)) // 8 for submit in engine.submits[2:]} == {
+        len(messages.encode(engine.submits[1])) // 8
+    }
+
+
+async def test_nothing_blocks_while_a_prompt_is_encoded_and_a_cancel_then_ends_it_unsent() -> None:
+    engine = ScriptedEngine(replying("ok"))
+    spy = SpyEncoder()
+    spy.gate = threading.Event()
+    manager = make_manager(engine, encoder=spy)
+    session, connection = await open_session(manager, title="t")
+    other, _ = await open_session(manager, owner=Owner("acme", "bob"))
+    turn = asyncio.create_task(say(manager, session, "hi"))
+    await asyncio.sleep(0)
+    assert session.info().busy
+    assert session.snapshot("full").response is None
+    with pytest.raises(Conflict):
+        await say(manager, session, "again")
+    await manager.update(other, SessionUpdate(session=other.id, title="loop is free"))
+    await manager.cancel(session)
+    spy.gate.set()
+    await turn
+    assert engine.submits == []
+    assert kinds(transcript(connection.events)) == ["item.added", "response.created", "response.incomplete"]
+    assert manager.items(session)[-1].reason == "cancelled"
+    assert session.turn is None
+    spy.gate = None
+    await say(manager, session, "now")
+    engine.run()
+    assert engine.submits[0].base_len == 0
+    assert engine.leases[engine.submits[0].lease] == list(session.conversation.log())
+
+
+async def test_whatever_the_encoder_raises_the_session_is_free_again() -> None:
+    engine = ScriptedEngine(replying("ok"))
+    spy = SpyEncoder()
+    manager = make_manager(engine, encoder=spy, limits=SessionLimits(max_turns_per_user=1))
+    session, connection = await open_session(manager)
+    for error in (InvalidRequest("no place for it"), RuntimeError("a fault")):
+        spy.error = error
+        with pytest.raises(type(error)):
+            await say(manager, session, "hi")
+        assert (session.turn, manager.num_in_flight, manager.items(session)) == (None, 0, [])
+    spy.error = None
+    assert connection.events == []
+    await say(manager, session, "hi")
+
+
+async def test_a_command_that_is_given_up_while_it_is_encoded_leaves_nothing() -> None:
+    engine = ScriptedEngine(replying("ok"))
+    manager = make_manager(engine)
+    session, _ = await open_session(manager)
+    task = asyncio.create_task(say(manager, session, "hi"))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (session.turn, manager.num_in_flight, manager.items(session), engine.sent) == (None, 0, [], [])
+
+
+async def test_an_engine_that_dies_while_a_prompt_is_encoded_refuses_the_turn() -> None:
+    engine = ScriptedEngine(replying("ok"))
+    spy = SpyEncoder()
+    spy.gate = threading.Event()
+    manager = make_manager(engine, encoder=spy)
+    session, connection = await open_session(manager)
+    task = asyncio.create_task(say(manager, session, "hi"))
+    await asyncio.sleep(0)
+    engine.die()
+    spy.gate.set()
+    with pytest.raises(Unavailable):
+        await task
+    assert (session.turn, manager.items(session), connection.events) == (None, [], [])
+    engine.restart()
+    await say(manager, session, "hi")
+    engine.run()
+    assert manager.items(session)[-1].content == "ok"
+
+
+@pytest.mark.parametrize("ending", ["stop", "cancel"])
+async def test_an_answer_that_was_over_when_the_engine_died_is_kept(ending: str) -> None:
+    engine = ScriptedEngine(replying("ab.cd"))
+    manager = make_manager(engine)
+    session, connection = await open_session(manager)
+    await say(manager, session, "hi", params=Params(stop=(".",)))
+    engine.send = lambda _message: None
+    if ending == "stop":
+        engine.step(num_tokens=3)
+    else:
+        engine.step(num_tokens=2)
+        await manager.cancel(session)
+    engine.die()
+    ends = [event for event in connection.events if isinstance(event, ResponseCompleted | ResponseIncomplete)]
+    assert [(event.item.content, event.reason) for event in ends] == [
+        ("ab", "stop_string" if ending == "stop" else "cancelled")
+    ]
+    assert session.turn is None
+
+
+async def test_run_takes_the_engines_batches_until_cancelled() -> None:
+    engine = ScriptedEngine(replying("ok"))
+    manager = make_manager(engine)
+    engine.on_messages = None
+    running = asyncio.create_task(manager.run())
+    session, _ = await open_session(manager)
+    await say(manager, session, "hi")
+    turn = session.turn
+    engine.run()
+    await turn.ended.wait()
+    assert manager.items(session)[-1].content == "ok"
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def test_old_events_go_when_it_is_swept() -> None:
+    now = [1000.0]
+    engine = ScriptedEngine(replying("ok"))
+    manager = make_manager(engine, clock=lambda: now[0])
+    session, _ = await open_session(manager)
+    await say(manager, session, "hi")
+    engine.run()
+    assert len(session.ring) > 0
+    now[0] += 301.0
+    manager.sweep()
+    assert len(session.ring) == 0
+
+
+class CountingObserver:
+    def __init__(self) -> None:
+        self.calls = []
+
+    def turn_started(self, owner):
+        self.calls.append(("started", owner.user))
+
+    def first_token(self, owner, ttft_s):
+        self.calls.append(("first", ttft_s))
+
+    def next_tokens(self, owner, num_tokens, gap_s):
+        self.calls.append(("next", num_tokens, gap_s))
+
+    def turn_ended(self, owner, reason, usage, timings):
+        self.calls.append(("ended", reason, None if usage is None else usage.output_tokens))
+
+
+async def test_observers_are_told_of_every_turn() -> None:
+    now = iter(range(100))
+    engine = ScriptedEngine(replying("abc"))
+    manager = make_manager(engine, monotonic=lambda: float(next(now)))
+    observer = CountingObserver()
+    manager.add_observer(observer)
+    session, _ = await open_session(manager)
+    await say(manager, session, "hi")
+    engine.step()
+    engine.step(num_tokens=2)
+    engine.run()
+    await say(manager, session, "hi")
+    engine.die()
+    assert observer.calls == [
+        ("started", "ann"),
+        ("first", 1.0),
+        ("next", 2, 1.0),
+        ("next", 1, 1.0),
+        ("ended", "stop", 4),
+        ("started", "ann"),
+        ("ended", "failed", None),
+    ]
+    assert manager.stats.turns_ended == {"stop": 1, "failed": 1}
+    assert (manager.stats.turns_started, manager.stats.output_tokens, manager.stats.deltas) == (2, 4, 2)

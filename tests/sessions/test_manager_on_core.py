@@ -63,7 +63,7 @@ async def test_stateless_history_hits_its_own_cache() -> None:
 @pytest.mark.parametrize("seed", range(12))
 async def test_any_mix_of_turns_cancels_and_stateless_requests_keeps_ids_and_kv_together(seed: int) -> None:
     rng = random.Random(seed)
-    engine = CoreEngine(num_blocks=40 if seed % 2 else 200, max_num_seqs=4)
+    engine = CoreEngine(num_blocks=40 if seed % 2 else 200, max_num_seqs=4, max_leases=9 if seed % 3 else 64)
     manager = make_manager(engine, max_tokens=20, limits=SessionLimits(max_stateless_sessions=6, max_known_messages=30))
     sessions = [await manager.create(owner, SessionCreate()) for owner in OWNERS for _ in range(2)]
     watchers = []
@@ -112,6 +112,9 @@ async def test_any_mix_of_turns_cancels_and_stateless_requests_keeps_ids_and_kv_
                 histories.append((owner, [*said, Message(role="assistant", content=text)]))
     engine.run()
     assert manager.num_in_flight == 0
+    # A slot that is not what the session holds fails its step, and with it a turn.
+    assert engine.core.stats().num_failed_steps == 0
+    assert manager.stats.turns_ended["failed"] == 0
     assert refusals <= {"session_busy", "not_responding", "context_length_exceeded"}
     for session, watcher in zip(sessions, watchers, strict=True):
         assert session.turn is None
