@@ -19,9 +19,10 @@ from datetime import date as Date
 
 from chatd.errors import InvalidRequest, ModelError
 from chatd.protocol import Message, Role
+from chatd.sessions.content_encoder import ContentEncoder, Place, Stretch
 from chatd.sessions.template import ChatTemplate, moment_of
 from chatd.sessions.template_shape import PLAIN_TEXTS, THOUGHT_END, DateSlot, Text, Trim
-from chatd.sessions.tokenizer import AddedToken, ChatTokenizer, ContentEncoder, Stretch, check_size, strip_beside
+from chatd.sessions.tokenizer import AddedToken, ChatTokenizer, check_size, strip_beside
 
 MAX_CONTENT_BYTES = 4 * 1024 * 1024
 JOINT = "\n\n"
@@ -72,9 +73,14 @@ class PromptEncoder:
         self.max_bytes = max_bytes
         self._tokenizer = tokenizer
         self._shape = template.shape
-        cutting = [token.content for token in tokenizer.added_tokens if token.content and not self._is_blank(token)]
-        contents = sorted(cutting, key=len, reverse=True)
-        self._added = re.compile("|".join(map(re.escape, contents)) or "(?!)")
+        template_text = "\n".join(piece for text in self._shape.texts() for piece in text if isinstance(piece, str))
+        contents = [
+            token.content
+            for token in tokenizer.added_tokens
+            if token.content and token.content in template_text and not self._is_blank(token)
+        ]
+        longest_first = sorted(contents, key=len, reverse=True)
+        self._added = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._items: dict[Text, tuple[_Item, ...]] = {text: self._compile(text) for text in self._shape.texts()}
 
         to_next = self._items[self._shape.between["assistant", "user"]]
@@ -278,7 +284,8 @@ class PromptEncoder:
         def close_stretch(after: AddedToken | None) -> None:
             text = strip_beside("".join(texts), before=before, after=after)
             if text:
-                stretches.append(Stretch(text, opens_text=opens_text and not slots))
+                outset = Place.OPENING if opens_text else Place.GOING_ON
+                stretches.append(Stretch(text, Place.AFTER_CONTROL if slots or before is not None else outset))
                 slots.append(None)
             texts.clear()
 
@@ -309,26 +316,21 @@ class PromptEncoder:
         return blank and not token.special and self._tokenizer.in_vocabulary(token)
 
     def _find_control_ids(self) -> frozenset[int]:
-        """Return every added id but those that are words of the vocabulary which neither end nor structure a text.
+        """Return every added id, special or not, but runs of blanks; and every id at which an answer ends.
 
-        Gemma lists HTML tags among its added tokens; its own merges spell them in any text.
+        So HTML tags, which Gemma lists among its added tokens, are spelled out in contents.
         """
         written = {item.id for items in self._items.values() for item in items if isinstance(item, _Control)}
-        ruling = written | self.stop_token_ids
-        added = {
-            token.id
-            for token in self._tokenizer.added_tokens
-            if token.special or not self._tokenizer.in_vocabulary(token)
-        }
+        added = {token.id for token in self._tokenizer.added_tokens if not self._is_blank(token)}
         # A vocabulary that cannot spell every text has a token for what it cannot spell.
-        return frozenset((added - {self._tokenizer.unknown_id}) | ruling)
+        return frozenset((added - {self._tokenizer.unknown_id}) | written | self.stop_token_ids)
 
     def _check_contents(self) -> None:
         """Refuse a model in which the text of an added token, alone or among other text, becomes a control id."""
-        texts = []
-        for token in self._tokenizer.added_tokens:
-            text = token.content
-            texts += [text, f"a{text}b", f" {text} ", f"{text}{text}", f"\n{text}\n"]
+        texts = [
+            f"{text} a{text}b {text} {text}{text}\n{text}\n{text}"
+            for text in (token.content for token in self._tokenizer.added_tokens)
+        ]
         leaked = self._encoder.control_ids_in(texts)
         if leaked:
             names = ", ".join(repr(getattr(self._tokenizer.added_token(i), "content", i)) for i in sorted(leaked)[:5])

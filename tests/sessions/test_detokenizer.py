@@ -1,4 +1,3 @@
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,7 +60,7 @@ def test_random_ids_of_a_byte_level_vocabulary_decode_as_in_tokenizers(
     tokenizer, reference = model
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
     expected = reference.decode(ids, skip_special_tokens=True)
-    if "ByteLevel" in json.dumps(tokenizer.definition["decoder"]) or "\ufffd" not in expected:
+    if "ByteLevel" in (tokenizer.folder / "tokenizer.json").read_text() or "\ufffd" not in expected:
         assert tokenizer.decode(ids) == expected
 
 

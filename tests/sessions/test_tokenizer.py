@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from chatd.errors import InvalidRequest, ModelError
-from chatd.sessions.tokenizer import AddedToken, Stretch, check_size, load_tokenizer, strip_beside
+from chatd.sessions.content_encoder import Place, Stretch
+from chatd.sessions.tokenizer import AddedToken, check_size, load_tokenizer, strip_beside
 
 
 def test_a_model_folder_gives_its_vocabulary_and_the_ids_that_end_an_answer(
@@ -43,7 +44,7 @@ def test_special_tokens_may_be_written_as_objects(model_folder: Callable[[str], 
     [
         (None, "tokenizer.json of broken cannot be read: No such file"),
         ("{", "not valid JSON"),
-        ("[" * 100_000, "not valid JSON"),
+        ('{"model": ' + "[" * 100_000, "not valid JSON"),
         ("[]", "not a JSON object"),
         ("{}", "vocabulary in tokenizer.json of broken is not understood"),
         ('{"model": {"vocab": {"a": "b"}}}', "vocabulary in tokenizer.json of broken is not understood"),
@@ -51,6 +52,7 @@ def test_special_tokens_may_be_written_as_objects(model_folder: Callable[[str], 
         ('{"model": {"vocab": {"a": 0}}}', "no decoder"),
         ('{"model": {"vocab": {"a": 0}}, "decoder": {"type": "CTC"}}', "decoder 'CTC'"),
     ],
+    ids=["missing", "cut", "nested", "list", "empty", "vocabulary", "added tokens", "no decoder", "decoder"],
 )
 def test_a_broken_tokenizer_file_is_refused_with_the_reason(tmp_path: Path, content: str | None, why: str) -> None:
     folder = tmp_path / "broken"
@@ -125,12 +127,18 @@ def test_a_long_text_is_encoded_without_holding_the_interpreter(model_folder: Ca
     assert longest < 0.6 * (time.perf_counter() - start)
 
 
-def test_the_prefix_of_a_text_is_only_put_before_the_stretch_that_opens_it(model_folder: Callable[[str], Path]) -> None:
-    tokenizer = load_tokenizer(model_folder("mistral_v3"))
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [("mistral_v3", "opening"), ("llama2", "opening, after a token"), ("chatml_default", ""), ("gemma2", "")],
+)
+def test_the_blank_that_a_tokenizer_puts_before_a_text_is_put_where_it_would_put_it(
+    model_folder: Callable[[str], Path], name: str, places: str
+) -> None:
+    tokenizer = load_tokenizer(model_folder(name))
     encoder = tokenizer.content_encoder([])
-    opening, inner = encoder.encode([Stretch("city", opens_text=True), Stretch("city")])
-    assert tokenizer.token_bytes[opening[0]].startswith(b" ")
-    assert not tokenizer.token_bytes[inner[0]].startswith(b" ")
+    ids = encoder.encode([Stretch("city", place) for place in Place])
+    starts = [tokenizer.token_bytes[first].startswith(b" ") for first, *_ in ids]
+    assert starts == ["opening" in places, "after a token" in places, False]
 
 
 def test_nothing_is_encoded_to_nothing(model_folder: Callable[[str], Path]) -> None:
