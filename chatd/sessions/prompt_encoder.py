@@ -93,8 +93,7 @@ class PromptEncoder:
         """The ids at which an answer ends. Of these only `turn_end_id` stays in a session's ids."""
         cut = 0 if self.turn_end_id is None else to_next.index(_Control(self.turn_end_id)) + 1
         self._closing, self._after_turn_end = to_next[:cut], to_next[cut:]
-        thought_end = tokenizer.token_id(THOUGHT_END)
-        self.thought_end_id = thought_end
+        self.thought_end_id = tokenizer.token_id(THOUGHT_END)
         """The id of `</think>`, where it is one token."""
 
         self.control_ids = self._find_control_ids()
@@ -169,9 +168,13 @@ class PromptEncoder:
         while ids:
             data = self._tokenizer.token_bytes[ids[0]]
             rest = data.lstrip(self._shape.thought_strip.encode())
+            try:
+                text = rest.decode()
+            except UnicodeDecodeError:  # a part of a character, which cannot be encoded anew
+                break
             if rest == data:
                 break
-            ids[:1] = self._encode([rest.decode(errors="replace")])
+            ids[:1] = self._encode([text])
         return SettledAnswer(len(prompt) - len(history), ids)
 
     def _begin_items(self, system: str | None, messages: Sequence[Message]) -> list[_Item]:

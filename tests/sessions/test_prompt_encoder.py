@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
@@ -401,6 +402,14 @@ def test_too_many_bytes_are_refused_before_they_are_tokenized(models: Callable[[
 def test_a_lone_surrogate_is_refused(models: Callable[[str], Model]) -> None:
     with pytest.raises(InvalidRequest, match="lone surrogate"):
         models("chatml_default").encoder.begin(None, turns("\ud800"), date=DAY)
+
+
+def test_many_threads_may_encode_at_once(models: Callable[[str], Model]) -> None:
+    encoder = models("llama3").encoder
+    said = [turns(f"message {i} " * 50) for i in range(64)]
+    with ThreadPoolExecutor(8) as pool:
+        ids = list(pool.map(lambda messages: encoder.begin(None, messages, date=DAY), said))
+    assert ids == [encoder.begin(None, messages, date=DAY) for messages in said]
 
 
 def changed(folder: Path, into: Path, change: Callable[[dict[str, Any]], None]) -> PromptEncoder:
