@@ -15,6 +15,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from sys import getsizeof
 
 from chatd.engine.sampling import SamplingParams
 from chatd.protocol import Item, ItemStatus, Message, Role, Timings, Usage
@@ -116,6 +117,8 @@ class Conversation:
         self.system = system
         self.head = head
         self._nodes: dict[str, Node] = {node.id: node for node in path_to(head)}
+        self.num_text_bytes = 0
+        """Text that was added here, in bytes of memory; what was shared at the start is not counted."""
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -151,6 +154,7 @@ class Conversation:
         )
         if content:
             node.append_text(content)
+            self.num_text_bytes += getsizeof(content)
         self._nodes[node_id] = node
         self.head = node
         return node
@@ -179,12 +183,15 @@ class Conversation:
         answer.reason = reason
         answer.usage = usage
         answer.timings = timings
+        self.num_text_bytes += getsizeof(answer.content)
 
     def remove_from(self, node: Node, previous_head: Node | None) -> None:
         """Take a failed turn out again, from `node` to the head, and go back to the head before it."""
         removed = self.head
         while removed is not None:
             del self._nodes[removed.id]
+            if not removed.is_answer and removed.content:
+                self.num_text_bytes -= getsizeof(removed.content)
             if removed is node:
                 break
             removed = removed.parent

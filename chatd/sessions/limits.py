@@ -14,6 +14,7 @@ class SessionLimits:
         max_closed_sessions_per_user: Closed ones whose text is kept; the oldest go first.
         max_content_bytes: Largest message.
         max_history_bytes: All messages that one request or one new session brings along.
+        max_session_bytes: All messages of one session, every branch included.
         max_turns_per_user: Answers in progress, waiting ones included.
         replay_events: Events that a session keeps for clients that reconnect.
         replay_bytes: Bytes of those events.
@@ -26,6 +27,7 @@ class SessionLimits:
     max_closed_sessions_per_user: int = 1024
     max_content_bytes: int = 2**20
     max_history_bytes: int = 4 * 2**20
+    max_session_bytes: int = 16 * 2**20
     max_turns_per_user: int = 64
     replay_events: int = 8192
     replay_bytes: int = 2**20

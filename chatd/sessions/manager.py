@@ -391,7 +391,7 @@ class SessionManager:
         """
         _check_writer(session, subscriber)
         check_free(session)
-        check_size((command.content,), self.limits.max_content_bytes)
+        self._check_text(session, command.content)
         parent = session.conversation.head
         if command.parent is not None:
             parent = session.conversation.get(command.parent)
@@ -413,7 +413,7 @@ class SessionManager:
             session.updated_at = self._clock()
             for node in added:
                 session.emit_item(node, command.id, subscriber)
-                self._entitle(session, node)
+                turn.given_title = self._entitle(session, node)
             session.emit_created(turn)
 
         await self._runner.begin(
@@ -517,11 +517,26 @@ class SessionManager:
         session.emit_item(node, re, sender)
         return node
 
-    def _entitle(self, session: Session, node: Node) -> None:
-        """Give a session that has no title one from its first words."""
-        if not session.title and (title := title_of(node.content)):
-            session.title = title
-            session.emit_updated()
+    def _entitle(self, session: Session, node: Node) -> str | None:
+        """Give a session that has no title one from its first words, and return it."""
+        title = title_of(node.content)
+        if session.title or not title:
+            return None
+        session.title = title
+        session.emit_updated()
+        return title
+
+    def _check_text(self, session: Session, content: str) -> None:
+        """Refuse a message that is too large, or would make its session so."""
+        check_size((content,), self.limits.max_content_bytes)
+        held = session.conversation.num_text_bytes
+        if held + len(content) > self.limits.max_session_bytes:
+            raise InvalidRequest(
+                f"the session has {held} bytes of text, the limit is {self.limits.max_session_bytes}",
+                code="session_too_large",
+                param="content",
+                hint="start a new session",
+            )
 
     def _check_params(self, params: Params) -> None:
         """Refuse parameters that no prompt could use."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -22,6 +22,8 @@ from chatd.protocol import ModelInfo, Params
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 SEED_BITS = 63
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
 NO_PARAMS = Params()
 T = TypeVar("T")
 
@@ -136,6 +138,7 @@ class ModelProfile:
             InvalidRequest: Names the field that is out of range.
         """
         known = params.over(self.defaults)
+        _check_stop_strings(known.stop)
         room = self.context - num_prompt_tokens
         asked = known.max_tokens
         if asked is not None and asked < 1:
@@ -204,6 +207,16 @@ def _number(config: Mapping[str, Any], name: str, low: float, high: float) -> fl
 
 def _or(value: T | None, default: T) -> T:
     return default if value is None else value
+
+
+def _check_stop_strings(stop: Sequence[str]) -> None:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"{len(stop)} stop strings, the limit is {MAX_STOP_STRINGS}", param="stop")
+    for text in stop:
+        if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
+            raise InvalidRequest(
+                f"a stop string has {len(text)} characters, the range is 1 to {MAX_STOP_STRING_CHARS}", param="stop"
+            )
 
 
 def _logit_bias(biases: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:

@@ -311,8 +311,8 @@ class Session:
                     error=ErrorBody.of(end.error),
                 )
             )
-            if turn.previous_title is not None and turn.previous_title != self.title:
-                self.title = turn.previous_title
+            if turn.given_title is not None and turn.given_title == self.title:
+                self.title = ""
                 self.emit_updated()
         else:
             assert end.usage is not None, "an end without usage"

@@ -185,7 +185,7 @@ class Turn:
         answer: The answer's message.
         first_node: The first message that the turn added, the answer where it added no other.
         previous_head: Where the conversation stood before it.
-        previous_title: What a failed turn restores.
+        given_title: What it called a session that had no title; a failed turn takes it back.
         text: Makes text of tokens.
         num_cached_tokens: As the engine said.
         first_token_at: In monotonic seconds.
@@ -206,7 +206,7 @@ class Turn:
     answer: Node | None = None
     first_node: Node | None = None
     previous_head: Node | None = None
-    previous_title: str | None = None
+    given_title: str | None = None
     text: AnswerText | None = None
     num_cached_tokens: int = 0
     first_token_at: float | None = None

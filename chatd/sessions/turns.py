@@ -156,7 +156,6 @@ class TurnRunner:
             request_class,
             accepted_at=self._monotonic(),
             previous_head=session.conversation.head,
-            previous_title=session.title,
         )
         session.turn = turn
         self._num_by_owner[owner] += 1

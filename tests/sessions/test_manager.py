@@ -399,6 +399,9 @@ async def test_content_that_is_too_large_is_refused_before_anything_changes() ->
         (Params(logit_bias={"-1": 1.0}), "logit_bias"),
         (Params(logit_bias={"99999": 1.0}), "logit_bias"),
         (Params(logit_bias={"7": 1000.0}), "logit_bias"),
+        (Params(stop=("",)), "stop"),
+        (Params(stop=("x" * 257,)), "stop"),
+        (Params(stop=("x",) * 17), "stop"),
     ],
 )
 async def test_a_parameter_out_of_range_is_refused_by_its_name(params: Params, param: str) -> None:
@@ -509,6 +512,48 @@ async def test_the_title_is_made_from_the_first_message() -> None:
     )
     assert session.title == "What is [31m the capital of France, and of Spain, and of…"
     assert "session.updated" in kinds(connection.events)
+
+
+async def test_a_failed_turn_takes_back_only_the_title_that_it_gave() -> None:
+    engine = ScriptedEngine(replying("ok"))
+    manager = make_manager(engine)
+    session, connection = await open_session(manager)
+    await say(manager, session, "hello")
+    engine.die()
+    assert session.title == ""
+    assert kinds(transcript(connection.events))[-2:] == ["response.failed", "session.updated"]
+    engine.restart()
+    await say(manager, session, "hello")
+    await manager.update(session, SessionUpdate(session=session.id, title="mine"))
+    engine.die()
+    assert session.title == "mine"
+
+
+async def test_a_session_cannot_grow_without_end() -> None:
+    engine = ScriptedEngine(replying("ok"))
+    manager = make_manager(engine, limits=SessionLimits(max_session_bytes=10_000))
+    session, _ = await open_session(manager)
+
+    async def fill() -> None:
+        parent = None
+        while True:
+            await say(manager, session, "x" * 1000, respond=False, parent=parent)
+            parent = manager.items(session)[0].id
+
+    with pytest.raises(InvalidRequest) as refused:
+        await fill()
+    assert refused.value.error_code == "session_too_large"
+    held = session.conversation.num_text_bytes
+    assert 8_000 < held < 11_000
+
+
+async def test_text_of_a_failed_turn_does_not_count() -> None:
+    engine = ScriptedEngine(replying("ok"))
+    manager = make_manager(engine)
+    session, _ = await open_session(manager)
+    await say(manager, session, "hello")
+    engine.die()
+    assert session.conversation.num_text_bytes == 0
 
 
 async def test_update_changes_what_it_names_and_tells_the_sender() -> None:
