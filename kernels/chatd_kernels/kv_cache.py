@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 GROUP = 16
@@ -127,4 +128,8 @@ def allocate_kv_cache(
         raise ValueError(f"{num_blocks} blocks: a cache needs at least 1")
     layout = KVCacheLayout(num_layers, num_kv_heads, block_size, head_dim, dtype)
     shape = (num_blocks, num_layers, 2, num_kv_heads, block_size * head_dim)
-    return KVCache(torch.zeros(shape, dtype=dtype, device=device), layout)
+    if torch.device(device).type != "cpu":
+        return KVCache(torch.zeros(shape, dtype=dtype, device=device), layout)
+    # numpy asks the system for huge pages: blocks lie at random places, so small pages cost a table walk each.
+    zeros = np.zeros(shape, dtype=np.float16 if dtype == torch.float16 else np.float32)
+    return KVCache(torch.from_numpy(zeros), layout)

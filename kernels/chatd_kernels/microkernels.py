@@ -2,7 +2,7 @@
 
 A variant holds `rows` x `panels` vectors of 16 sums. Each sum is `fma` over the inner dimension in order, starting at 0,
 in every variant: how many a variant holds changes its speed, never a bit. Six rows of one vector fill AVX2's sixteen
-registers (a vector is two there); with fewer rows, several panels give the multiply-add units enough independent work.
+registers (a vector is two there).
 """
 
 from __future__ import annotations
@@ -47,6 +47,18 @@ def define(name: str, num_arguments: int, codegen: Any) -> Any:
     scope = {"signature": signature, "codegen": codegen}
     exec(f"def {name}(typingctx, {names}):\n    return signature, codegen\n", scope)  # noqa: S102
     return intrinsic(scope[name])
+
+
+def cpu_features() -> frozenset[str]:
+    """Features of the CPU that numba compiles for, such as "+avx2"; empty where it is no x86."""
+    if not get_process_triple().startswith(("x86_64", "i386", "i686")):
+        return frozenset()
+    features = config.CPU_FEATURES if config.CPU_FEATURES is not None else get_host_cpu_features()
+    return frozenset(features.split(","))
+
+
+HAS_AVX512 = "+avx512bw" in cpu_features()
+"""Whether a vector of 16 float32 is one register of 32, or two of 16."""
 
 
 class Product:
@@ -117,9 +129,18 @@ class Int8Product(Product):
 
 
 def emit_dot(
-    builder: Any, kind: Product, x_rows: list[Any], weights: list[Any], targets: list[list[Any]], size: Any
+    builder: Any,
+    kind: Product,
+    x_rows: list[Any],
+    x_step: int,
+    weights: list[Any],
+    targets: list[list[Any]],
+    size: Any,
 ) -> None:
-    """Emit the products of rows and panels, all in registers, and store the sums as float32 at the targets."""
+    """Emit the products of rows and panels, all in registers, and store the sums as float32 at the targets.
+
+    A row's next number is `x_step` numbers further on.
+    """
     zero = ir.Constant(kind.sum_type, [0] * LANES)
     # Stack slots that LLVM keeps in registers.
     sums = [[cgutils.alloca_once(builder, kind.sum_type) for _ in weights] for _ in x_rows]
@@ -129,7 +150,7 @@ def emit_dot(
     with cgutils.for_range_slice(builder, constant(0), size, constant(_UNROLL), intp=_i64) as (start, _):
         for step in range(0, _UNROLL, kind.step):
             k = builder.add(start, constant(step))
-            x_offset = builder.mul(k, constant(kind.x_bytes))
+            x_offset = builder.mul(k, constant(kind.x_bytes * x_step))
             w_offset = builder.mul(k, constant(LANES * kind.w_bytes))
             panels = [kind.load_panel(builder, builder.add(weight, w_offset)) for weight in weights]
             for x_row, line in zip(x_rows, sums, strict=True):
@@ -162,100 +183,77 @@ def make_dot(rows: int, panels: int, half: bool) -> Any:
             ]
             for r in range(rows)
         ]
-        emit_dot(builder, kind, x_rows, weights, targets, size)
+        emit_dot(builder, kind, x_rows, 1, weights, targets, size)
         return context.get_dummy_value()
 
     return define(f"dot_{kind.name}_{rows}x{panels}", 5 + panels, codegen)
 
 
-MAX_ROWS = 6
-"""Rows that `make_dot_panels` takes at a time."""
-
-_PANELS_AT_ONCE = {1: 4, 2: 2, 3: 2}
+MAX_ROWS = 12 if HAS_AVX512 else 6
+"""Rows that `make_dot_rows` takes at a time: as many sums as leave registers for the operands."""
 
 
-def make_dot_panels(kind: Product) -> Any:
-    """An intrinsic `(rows, x, x_stride, w, w_stride, panels, out, out_stride, size)`, 1 <= rows <= MAX_ROWS.
+def make_dot_rows(kind: Product) -> Any:
+    """An intrinsic `(rows, x, w, out, out_stride, size)`: `rows` rows, 1 to MAX_ROWS, chosen at run time, and a panel.
 
-    Like `make_dot`, for `panels` panels that lie `w_stride` bytes apart and a number of rows that is chosen at run time.
+    Like `make_dot` with one panel, but the rows are interleaved, so that one pointer serves them all: `x` is
+    `[size / step, rows, step]`. (Several panels at once would hide more latency with few rows, but weights stream from
+    memory then, and one stream is up to twice as fast as two.)
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows, x, x_stride, w, w_stride, panels, out, out_stride, size = args
+        rows, x, weight, out, out_stride, size = args
         done = builder.append_basic_block("dot.done")
         switch = builder.switch(rows, done)
         for count in range(1, MAX_ROWS + 1):
             block = builder.append_basic_block(f"dot.rows{count}")
             switch.add_case(constant(count), block)
             builder.position_at_end(block)
-            x_rows = [builder.add(x, builder.mul(x_stride, constant(r))) for r in range(count)]
-            out_rows = [builder.add(out, builder.mul(out_stride, constant(r))) for r in range(count)]
-            width = _PANELS_AT_ONCE.get(count, 1)
-            whole = builder.mul(builder.sdiv(panels, constant(width)), constant(width))
-            for step, first, end in ((width, constant(0), whole), (1, whole, panels)):
-                with cgutils.for_range_slice(builder, first, end, constant(step), intp=_i64) as (panel, _):
-                    base = builder.add(w, builder.mul(panel, w_stride))
-                    shift = builder.mul(panel, constant(_VECTOR_BYTES))
-                    weights = [builder.add(base, builder.mul(w_stride, constant(p))) for p in range(step)]
-                    targets = [
-                        [builder.add(builder.add(row, shift), constant(p * _VECTOR_BYTES)) for p in range(step)]
-                        for row in out_rows
-                    ]
-                    emit_dot(builder, kind, x_rows, weights, targets, size)
-                if width == 1:
-                    break
+            x_rows = [builder.add(x, constant(r * kind.step * kind.x_bytes)) for r in range(count)]
+            targets = [[builder.add(out, builder.mul(out_stride, constant(r)))] for r in range(count)]
+            emit_dot(builder, kind, x_rows, count, [weight], targets, size)
             builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
 
-    return define(f"dot_panels_{kind.name}", 9, codegen)
+    return define(f"dot_rows_{kind.name}", 6, codegen)
 
 
 def _multiply_add_pairs(builder: Any, total: Any, pair: Any, weights: Any) -> Any:
-    """`total[i] + pair[0] * weights[2 i] + pair[1] * weights[2 i + 1]`, in int32."""
+    """`total[i] + pair[0] * weights[2 i] + pair[1] * weights[2 i + 1]` in int32, `pair` being two int16 in an int32."""
     features = cpu_features()
     if "+avx512vnni" in features:
-        pairs = splat_i32(builder, pair, LANES)
-        return call_llvm(
-            builder,
-            "llvm.x86.avx512.vpdpwssd.512",
-            I32_VECTOR,
-            [total, builder.bitcast(pairs, weights.type), weights],
-        )
+        pairs = builder.bitcast(_splat_i32(builder, pair, LANES), weights.type)
+        return call_llvm(builder, "llvm.x86.avx512.vpdpwssd.512", I32_VECTOR, [total, pairs, weights])
     if "+avx2" in features:
         half = LANES // 2
-        words = builder.bitcast(splat_i32(builder, pair, half), ir.VectorType(_i16, LANES))
-        halves = []
-        for first in (0, LANES):
-            part = _slice(builder, weights, first, LANES)
-            halves.append(call_llvm(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(_i32, half), [words, part]))
-        joined = builder.shuffle_vector(*halves, ir.Constant(I32_VECTOR, list(range(LANES))))
-        return builder.add(total, joined)
-    words = builder.sext(builder.bitcast(splat_i32(builder, pair, LANES), weights.type), ir.VectorType(_i32, 2 * LANES))
-    products = builder.mul(words, builder.sext(weights, words.type))
-    undefined = ir.Constant(products.type, ir.Undefined)
-    even = builder.shuffle_vector(products, undefined, ir.Constant(I32_VECTOR, list(range(0, 2 * LANES, 2))))
-    odd = builder.shuffle_vector(products, undefined, ir.Constant(I32_VECTOR, list(range(1, 2 * LANES, 2))))
+        words = builder.bitcast(_splat_i32(builder, pair, half), ir.VectorType(_i16, LANES))
+        sums = [
+            call_llvm(
+                builder,
+                "llvm.x86.avx2.pmadd.wd",
+                ir.VectorType(_i32, half),
+                [words, _lanes(builder, weights, range(first, first + LANES))],
+            )
+            for first in (0, LANES)
+        ]
+        return builder.add(total, builder.shuffle_vector(*sums, ir.Constant(I32_VECTOR, list(range(LANES)))))
+    wide = ir.VectorType(_i32, 2 * LANES)
+    words = builder.sext(builder.bitcast(_splat_i32(builder, pair, LANES), weights.type), wide)
+    products = builder.mul(words, builder.sext(weights, wide))
+    even, odd = (_lanes(builder, products, range(first, 2 * LANES, 2)) for first in (0, 1))
     return builder.add(total, builder.add(even, odd))
 
 
-def _slice(builder: Any, value: Any, first: int, count: int) -> Any:
-    undefined = ir.Constant(value.type, ir.Undefined)
-    lanes = ir.Constant(ir.VectorType(_i32, count), list(range(first, first + count)))
-    return builder.shuffle_vector(value, undefined, lanes)
+def _lanes(builder: Any, value: Any, lanes: range) -> Any:
+    """Some lanes of a vector."""
+    mask = ir.Constant(ir.VectorType(_i32, len(lanes)), list(lanes))
+    return builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), mask)
 
 
-def splat_i32(builder: Any, scalar: Any, lanes: int) -> Any:
+def _splat_i32(builder: Any, scalar: Any, lanes: int) -> Any:
     """An int32 in every one of `lanes` lanes."""
     vector_type = ir.VectorType(_i32, lanes)
     undefined = ir.Constant(vector_type, ir.Undefined)
     one = builder.insert_element(undefined, scalar, ir.Constant(_i32, 0))
     return builder.shuffle_vector(one, undefined, ir.Constant(vector_type, [0] * lanes))
-
-
-def cpu_features() -> frozenset[str]:
-    """Features of the CPU that numba compiles for, such as "+avx2"; empty where it is no x86."""
-    if not get_process_triple().startswith(("x86_64", "i386", "i686")):
-        return frozenset()
-    features = config.CPU_FEATURES if config.CPU_FEATURES is not None else get_host_cpu_features()
-    return frozenset(features.split(","))

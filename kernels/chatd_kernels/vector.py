@@ -189,17 +189,24 @@ def vstore_half(typingctx: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic  # type: ignore[misc]
-def vstore_int16(typingctx: Any, address: Any, value: Any) -> Any:
-    """Round 16 lanes to the nearest integers (ties to even), cut them to int16 and store them; NaN becomes 0."""
+def vscatter_int16_pairs(typingctx: Any, address: Any, stride: Any, value: Any) -> Any:
+    """Round 16 lanes to the nearest int16 and store lanes 2 i and 2 i + 1 at `address + i * stride`.
+
+    Ties go to even, numbers beyond int16 are cut, NaN becomes 0.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address, stride, value = args
         shorts = ir.VectorType(ir.IntType(16), LANES)
-        nearest = call_llvm(builder, "llvm.rint.v16f32", F32_VECTOR, [args[1]])
+        nearest = call_llvm(builder, "llvm.rint.v16f32", F32_VECTOR, [value])
         integers = call_llvm(builder, "llvm.fptosi.sat.v16i16.v16f32", shorts, [nearest])
-        builder.store(integers, pointer(builder, args[0], shorts), align=2)
+        pairs = builder.bitcast(integers, ir.VectorType(_i32, LANES // 2))
+        for lane in range(LANES // 2):
+            target = pointer(builder, builder.add(address, builder.mul(stride, ir.Constant(_i64, lane))), _i32)
+            builder.store(builder.extract_element(pairs, ir.Constant(_i32, lane)), target)
         return context.get_dummy_value()
 
-    return types.void(types.int64, float32x16), codegen
+    return types.void(types.int64, types.int64, float32x16), codegen
 
 
 def _scatter(name: str, half: bool) -> Any:

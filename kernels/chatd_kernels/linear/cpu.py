@@ -9,19 +9,24 @@ is rounded, activations hardly, and the result is the same on every CPU.
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import dataclass
+from functools import lru_cache
+
 import numpy as np
 import torch
 from numba import njit
 
 from chatd_kernels.checks import check_tensor
 from chatd_kernels.linear.pack import PackedWeight
-from chatd_kernels.microkernels import FloatProduct, Int8Product, make_dot_panels
+from chatd_kernels.microkernels import MAX_ROWS, FloatProduct, Int8Product, make_dot_rows
 from chatd_kernels.runtime import argument, claim_worker, kernel, next_item, num_threads
 from chatd_kernels.vector import (
     copy_bytes,
     hmax,
     hsum,
     load_f32,
+    load_i64,
     store_f32,
     vabs,
     vadd,
@@ -30,60 +35,48 @@ from chatd_kernels.vector import (
     vload_half,
     vmax,
     vmul,
+    vscatter,
+    vscatter_int16_pairs,
     vsplat,
     vstore,
-    vstore_int16,
 )
 
-_dot_float = make_dot_panels(FloatProduct(half=False))
-_dot_half = make_dot_panels(FloatProduct(half=True))
-_dot_int8 = make_dot_panels(Int8Product())
+_dot_float = make_dot_rows(FloatProduct(half=False))
+_dot_half = make_dot_rows(FloatProduct(half=True))
+_dot_int8 = make_dot_rows(Int8Product())
 
 _FORMATS = {"fp32": 0, "fp16": 1, "int8": 2}
-_PANELS_PER_ITEM = 4
+_ZERO = np.float32(0.0)
 _ROW_BLOCK_BYTES = 192 << 10
 """Rows of one block stay in the L2 cache while panels pass."""
-_WIDEN_FROM = 13  # rows from which widening an fp16 panel once pays
+_PARALLEL_PROLOGUE_FROM = 1 << 15  # numbers
 _PARALLEL_FROM = 1 << 17  # multiplications
 
 
 @njit  # type: ignore[untyped-decorator]
-def _dot(
-    kind: int,
-    rows: int,
-    x: int,
-    x_stride: int,
-    w: int,
-    w_stride: int,
-    panels: int,
-    out: int,
-    out_stride: int,
-    size: int,
-) -> None:
+def _dot(kind: int, rows: int, x: int, w: int, out: int, out_stride: int, size: int) -> None:
+    """The products of some rows and a panel, in the weights' format."""
     if kind == 0:
-        _dot_float(rows, x, x_stride, w, w_stride, panels, out, out_stride, size)
+        _dot_float(rows, x, w, out, out_stride, size)
     elif kind == 1:
-        _dot_half(rows, x, x_stride, w, w_stride, panels, out, out_stride, size)
+        _dot_half(rows, x, w, out, out_stride, size)
     else:
-        _dot_int8(rows, x, x_stride, w, w_stride, panels, out, out_stride, size)
+        _dot_int8(rows, x, w, out, out_stride, size)
 
 
 @njit  # type: ignore[untyped-decorator]
-def _scale_and_bias(out: int, out_stride: int, rows: int, panels: int, row_scales: int, scales: int, bias: int) -> None:
-    """Finish sums in place: times the column's and the row's scale (int8), plus the bias."""
+def _scale_and_bias(out: int, out_stride: int, rows: int, row_scales: int, scales: int, bias: int) -> None:
+    """Finish a panel's sums in place: times the column's and the row's scale (int8), plus the bias."""
     for row in range(rows):
         target = out + row * out_stride
         if scales != 0:
-            factor = vsplat(load_f32(row_scales + row * 4))
-            for offset in range(0, panels * 64, 64):
-                v = vmul(vload(target + offset), vload(scales + offset))
-                if bias != 0:
-                    vstore(target + offset, vfma(v, factor, vload(bias + offset)))
-                else:
-                    vstore(target + offset, vmul(v, factor))
+            v, factor = vmul(vload(target), vload(scales)), vsplat(load_f32(row_scales + row * 4))
+            if bias != 0:
+                vstore(target, vfma(v, factor, vload(bias)))
+            else:
+                vstore(target, vmul(v, factor))
         elif bias != 0:
-            for offset in range(0, panels * 64, 64):
-                vstore(target + offset, vadd(vload(target + offset), vload(bias + offset)))
+            vstore(target, vadd(vload(target), vload(bias)))
 
 
 @kernel
@@ -91,86 +84,119 @@ def linear_items(frame: int) -> None:
     """Items are (block of rows, a few panels); the blocks of the same panels follow each other."""
     kind, x, out = argument(frame, 0), argument(frame, 1), argument(frame, 2)
     weights, scales, bias, row_scales = argument(frame, 3), argument(frame, 4), argument(frame, 5), argument(frame, 6)
-    num_rows, size, out_features = argument(frame, 7), argument(frame, 8), argument(frame, 9)
-    rows_per_block, workspace, workspace_bytes = argument(frame, 10), argument(frame, 11), argument(frame, 12)
+    size, out_features = argument(frame, 7), argument(frame, 8)
+    groups, blocks, num_blocks = argument(frame, 9), argument(frame, 10), argument(frame, 11)
+    scratch = argument(frame, 12) + claim_worker(frame) * MAX_ROWS * 64
     x_stride = size * (2 if kind == 2 else 4)
     w_stride = size * 16 * (1 if kind == 2 else (2 if kind == 1 else 4))
     out_stride = out_features * 4
     num_panels = (out_features + 15) // 16
-    num_blocks = (num_rows + rows_per_block - 1) // rows_per_block
     num_items = (num_panels + 3) // 4 * num_blocks
-    scratch = workspace + claim_worker(frame) * workspace_bytes
-    widened = scratch + 6 * 64
     while True:
         item = next_item(frame)
         if item >= num_items:
             break
-        first_row = num_rows * (item % num_blocks) // num_blocks
-        end_row = num_rows * (item % num_blocks + 1) // num_blocks
+        block = blocks + item % num_blocks * 8
+        first_group, end_group = load_i64(block), load_i64(block + 8)
         first_panel = item // num_blocks * 4
-        end_panel = min(first_panel + 4, num_panels)
-        count = end_row - first_row
-        num_groups = (count + 5) // 6
-        panel = first_panel
-        while panel < end_panel:
-            # Whole panels of a single group of rows go together; else a panel stays in the cache for all groups.
-            whole = panel * 16 + 16 <= out_features
-            panels = max(1, min(end_panel, out_features // 16) - panel) if whole and num_groups == 1 else 1
-            w, w_kind = weights + panel * w_stride, kind
-            if kind == 1 and count >= 13:
-                for i in range(0, size * 16, 16):
-                    vstore(widened + i * 4, vload_half(w + i * 2))
-                w, w_kind = widened, 0
-            for group in range(num_groups):
-                row = first_row + count * group // num_groups
-                rows = first_row + count * (group + 1) // num_groups - row
-                target = out + row * out_stride + panel * 64 if whole else scratch
-                stride = out_stride if whole else 64
-                _dot(w_kind, rows, x + row * x_stride, x_stride, w, w_stride, panels, target, stride, size)
+        for panel in range(first_panel, min(first_panel + 4, num_panels)):
+            # The last panel may be wider than the output.
+            width = min(16, out_features - panel * 16)
+            for group in range(first_group, end_group):
+                row = load_i64(groups + group * 8)
+                rows = load_i64(groups + group * 8 + 8) - row
+                place = out + row * out_stride + panel * 64
+                target, stride = (place, out_stride) if width == 16 else (scratch, 64)
+                _dot(kind, rows, x + row * x_stride, weights + panel * w_stride, target, stride, size)
                 _scale_and_bias(
                     target,
                     stride,
                     rows,
-                    panels,
                     row_scales + row * 4,
                     scales + panel * 64 if scales != 0 else 0,
                     bias + panel * 64 if bias != 0 else 0,
                 )
-                if not whole:
+                if width < 16:
                     for r in range(rows):
-                        copy_bytes(
-                            out + (row + r) * out_stride + panel * 64, scratch + r * 64, (out_features - panel * 16) * 4
-                        )
-            panel += panels
+                        copy_bytes(place + r * out_stride, scratch + r * 64, width * 4)
+
+
+@kernel
+def interleave_rows(frame: int) -> None:
+    """Items are groups of rows: `[rows, size]` becomes `[size, rows]`."""
+    x, target, size = argument(frame, 0), argument(frame, 1), argument(frame, 2)
+    groups, num_groups = argument(frame, 3), argument(frame, 4)
+    while True:
+        group = next_item(frame)
+        if group >= num_groups:
+            break
+        first, end = load_i64(groups + group * 8), load_i64(groups + group * 8 + 8)
+        rows = end - first
+        place = target + first * size * 4
+        for row in range(rows):
+            source = x + (first + row) * size * 4
+            for i in range(0, size, 16):
+                vscatter(place + (i * rows + row) * 4, rows * 4, vload(source + i * 4))
 
 
 @kernel
 def quantize_rows(frame: int) -> None:
-    """Items are rows: round each to integers of its own scale. A row with a NaN or an infinity gets the scale NaN."""
-    x, target, row_scales = argument(frame, 0), argument(frame, 1), argument(frame, 2)
-    num_rows, size = argument(frame, 3), argument(frame, 4)
-    largest = np.float32(argument(frame, 5))
-    zero = vsplat(np.float32(0.0))
+    """Items are groups of rows: round each row to integers of its own scale, `[rows, size]` to `[size / 2, rows, 2]`.
+
+    A row with a NaN or an infinity gets the scale NaN, so that its products are NaN.
+    """
+    x, target, size = argument(frame, 0), argument(frame, 1), argument(frame, 2)
+    groups, num_groups = argument(frame, 3), argument(frame, 4)
+    row_scales, largest = argument(frame, 5), np.float32(argument(frame, 6))
+    zero = vsplat(_ZERO)
     while True:
-        row = next_item(frame)
-        if row >= num_rows:
+        group = next_item(frame)
+        if group >= num_groups:
             break
-        source = x + row * size * 4
-        most, poison = zero, zero
-        for offset in range(0, size * 4, 64):
-            v = vload(source + offset)
-            most = vmax(vabs(v), most)
-            poison = vfma(v, zero, poison)
-        peak = hmax(most)
-        inverse = vsplat(largest / peak if peak > np.float32(0.0) else np.float32(0.0))
-        for i in range(0, size, 16):
-            vstore_int16(target + (row * size + i) * 2, vmul(vload(source + i * 4), inverse))
-        store_f32(row_scales + row * 4, peak / largest + hsum(poison))
+        first, end = load_i64(groups + group * 8), load_i64(groups + group * 8 + 8)
+        rows = end - first
+        place = target + first * size * 2
+        for row in range(rows):
+            source = x + (first + row) * size * 4
+            most, poison = zero, zero
+            for offset in range(0, size * 4, 64):
+                v = vload(source + offset)
+                most = vmax(vabs(v), most)
+                poison = vfma(v, zero, poison)
+            peak = hmax(most)
+            inverse = vsplat(largest / peak if peak > _ZERO else _ZERO)
+            for i in range(0, size, 16):
+                vscatter_int16_pairs(place + (i * rows + row * 2) * 2, rows * 4, vmul(vload(source + i * 4), inverse))
+            store_f32(row_scales + (first + row) * 4, peak / largest + hsum(poison))
 
 
-def _scratch_bytes(size: int, is_half: bool) -> int:
-    """Scratch of one thread: a partial panel's results, and a widened panel."""
-    return 6 * 64 + (size * 64 if is_half else 0) + 64
+@dataclass(frozen=True, slots=True)
+class RowGroups:
+    """How rows are divided: groups of at most MAX_ROWS that are computed together, blocks of groups that stay cached.
+
+    Attributes:
+        starts: the first row of each group, then the number of rows.
+        blocks: the first group of each block, then the number of groups.
+    """
+
+    starts: array[int]
+    blocks: array[int]
+
+
+@lru_cache(maxsize=512)
+def row_groups(num_rows: int, size: int) -> RowGroups:
+    """Divide `num_rows` rows of `size` numbers evenly."""
+    most = max(2, _ROW_BLOCK_BYTES // (size * 4 * MAX_ROWS)) * MAX_ROWS
+    num_blocks = -(-num_rows // most)
+    starts, blocks = array("q"), array("q")
+    for block in range(num_blocks):
+        first, end = num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks
+        num_groups = -(-(end - first) // MAX_ROWS)
+        blocks.append(len(starts))
+        starts.extend(first + (end - first) * group // num_groups for group in range(num_groups))
+    blocks.append(len(starts))
+    starts.append(num_rows)
+    return RowGroups(starts, blocks)
 
 
 def largest_activation(in_features: int) -> int:
@@ -180,32 +206,38 @@ def largest_activation(in_features: int) -> int:
 
 def linear(x: torch.Tensor, packed: PackedWeight, out: torch.Tensor) -> None:
     """The contract of `chatd_kernels.linear.linear`."""
-    num_rows = x.shape[0]
-    size = packed.in_features
+    num_rows, size = x.shape[0], packed.in_features
     address = check_tensor("x", x, (num_rows, size))
     target = check_tensor("out", out, (num_rows, packed.out_features))
     if num_rows == 0:
         return
-    parallel = num_rows * size * packed.out_features >= _PARALLEL_FROM
+    division = row_groups(num_rows, size)
+    num_groups = len(division.starts) - 1
+    starts = division.starts.buffer_info()[0]
+    is_parallel_prologue = num_groups > 1 and num_rows * size >= _PARALLEL_PROLOGUE_FROM
     row_scales = 0
     if packed.format == "int8":
-        integers = torch.empty((num_rows, size), dtype=torch.int16)
-        factors = torch.empty(num_rows)
+        integers, factors = torch.empty((num_rows, size), dtype=torch.int16), torch.empty(num_rows)
         row_scales = factors.data_ptr()
         quantize_rows.launch(
-            num_rows * size >= 1 << 15,
+            is_parallel_prologue,
             address,
             integers.data_ptr(),
-            row_scales,
-            num_rows,
             size,
+            starts,
+            num_groups,
+            row_scales,
             largest_activation(size),
         )
         address = integers.data_ptr()
-    rows_per_block = max(24, _ROW_BLOCK_BYTES // (size * 4) // 6 * 6)
+    elif num_rows > 1:
+        interleaved = torch.empty((num_rows, size))
+        interleave_rows.launch(is_parallel_prologue, address, interleaved.data_ptr(), size, starts, num_groups)
+        address = interleaved.data_ptr()
+    parallel = num_rows * size * packed.out_features >= _PARALLEL_FROM
     threads = num_threads() if parallel else 1
-    scratch_bytes = _scratch_bytes(size, packed.format == "fp16" and num_rows >= _WIDEN_FROM)
-    scratch = torch.empty(threads * scratch_bytes, dtype=torch.uint8)
+    # For the results of a partial panel.
+    scratch = torch.empty(threads * MAX_ROWS * 16)
     linear_items.launch(
         parallel,
         _FORMATS[packed.format],
@@ -215,11 +247,11 @@ def linear(x: torch.Tensor, packed: PackedWeight, out: torch.Tensor) -> None:
         0 if packed.scales is None else packed.scales.data_ptr(),
         0 if packed.bias is None else packed.bias.data_ptr(),
         row_scales,
-        num_rows,
         size,
         packed.out_features,
-        rows_per_block,
+        starts,
+        division.blocks.buffer_info()[0],
+        len(division.blocks) - 1,
         scratch.data_ptr(),
-        scratch_bytes,
         num_threads=threads,
     )
