@@ -148,9 +148,13 @@ def decode_chat_request(body: bytes) -> tuple[ChatRequest, list[Message], Params
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    if value is None or value is False or value == [] or value == {}:
+    neutral = NEUTRAL.get(name, ())
+    if value is False:
+        # It asks for nothing, unless the field is a number or on by default.
+        return not neutral or any(known is False for known in neutral)
+    if value is None or value == [] or value == {}:
         return True
-    return any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL.get(name, ()))
+    return any(type(value) is type(known) and value == known for known in neutral)
 
 
 def _refused(name: str) -> InvalidRequest:

@@ -4,6 +4,7 @@ import json
 
 import httpx
 import pytest
+from starlette.requests import HTTPConnection
 from starlette.routing import Route
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
@@ -12,7 +13,15 @@ from chatd.config import Settings
 from chatd.errors import AuthenticationError, ConfigError, RateLimited
 from chatd.protocol import Ping, Pong
 from chatd.server.app import ROUTES
-from chatd.server.auth import MAX_TICKETS_PER_KEY, TICKET_TTL_S, Principal, check_exposure, host_name, is_loopback
+from chatd.server.auth import (
+    ANONYMOUS,
+    MAX_TICKETS_PER_KEY,
+    TICKET_TTL_S,
+    Principal,
+    check_exposure,
+    host_name,
+    is_loopback,
+)
 from chatd.server.policy import Access, PolicyError, check_routes
 from chatd.server.serve import open_daemon
 from chatd.tenants.keys import mint
@@ -177,6 +186,18 @@ async def test_without_a_keys_file_the_local_key_lets_in_and_nothing_else(local_
     assert (key.tenant, key.user, key.is_operator) == ("local", "local", True)
     assert daemon.keys.authenticate(mint("local")[0]) is None
     assert open_daemon(Settings()).keys.authenticate(path.read_text().strip()) is not None
+
+
+async def test_serving_without_a_key_is_an_opt_in_and_for_loopback_only(local_state) -> None:
+    near = HTTPConnection({"type": "http", "headers": [], "client": ("127.0.0.1", 1)})
+    far = HTTPConnection({"type": "http", "headers": [], "client": ("10.0.0.9", 1)})
+    wrong = HTTPConnection({"type": "http", "headers": [(b"authorization", b"Bearer x")], "client": ("127.0.0.1", 1)})
+    opened = open_daemon(Settings(server={"allow_anonymous_loopback": True})).authenticator
+    closed = open_daemon(Settings()).authenticator
+    assert opened.authenticate(near) is ANONYMOUS
+    for authenticator, connection in ((opened, far), (opened, wrong), (closed, near)):
+        with pytest.raises(AuthenticationError):
+            authenticator.authenticate(connection)
 
 
 @pytest.mark.parametrize(
