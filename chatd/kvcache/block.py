@@ -41,20 +41,22 @@ class KVCacheBlock:
 class BlockQueue:
     """A doubly linked list through the blocks themselves: O(1) at both ends and in the middle, no allocation.
 
+    `length` is what `len` gives, without a call.
+
     ```
     ends.next ──> head <──> … <──> tail <── ends.prev
     ```
     """
 
-    __slots__ = ("_ends", "_length")
+    __slots__ = ("_ends", "length")
 
     def __init__(self) -> None:
         self._ends = KVCacheBlock(-1)
         self._ends.prev = self._ends.next = self._ends
-        self._length = 0
+        self.length = 0
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
         block = self._ends.next
@@ -68,7 +70,7 @@ class BlockQueue:
         """The first block of a queue that is not empty."""
         block = self._ends.next
         assert block is not None, "a queue's links are broken"
-        assert self._length, "an empty queue has no head"
+        assert self.length, "an empty queue has no head"
         return block
 
     def append(self, block: KVCacheBlock) -> None:
@@ -95,7 +97,7 @@ class BlockQueue:
         before.next = after
         after.prev = before
         block.prev = block.next = None
-        self._length -= 1
+        self.length -= 1
 
     def _insert(self, block: KVCacheBlock, after: KVCacheBlock) -> None:
         assert block.prev is None, f"{block} is in a queue already"
@@ -105,4 +107,4 @@ class BlockQueue:
         block.next = after
         before.next = block
         after.prev = block
-        self._length += 1
+        self.length += 1

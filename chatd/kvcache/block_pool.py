@@ -128,13 +128,11 @@ class BlockPool:
         Empty blocks go first, then the head of the queue of the tenant most over its share, public ones last.
         """
         empty = self.empty
-        if len(empty) < num_blocks and self.available(account) < num_blocks:
+        if empty.length < num_blocks and self.available(account) < num_blocks:
             return None
         taken: list[BlockId] = []
         for _ in range(num_blocks):
-            if not empty:
-                self._evict(account)
-            block = empty.popleft()
+            block = empty.popleft() if empty.length else self._evict(account)
             block.ref_count = 1
             block.account = account
             account.num_active += 1
@@ -216,11 +214,23 @@ class BlockPool:
                 self.num_cached -= 1
                 self._make_empty(block)
 
-    def _evict(self, account: Account) -> None:
+    def _evict(self, account: Account) -> KVCacheBlock:
+        """Return a cached block, now empty and in no queue."""
         owner = self._most_over_share(account) or self.public
-        before = len(self.empty)
-        self.unregister(owner.cached.head.block_id)
-        self.num_evictions += len(self.empty) - before
+        block = owner.cached.head
+        entry = block.entry
+        assert entry is not None, f"{block} is cached and not registered"
+        if entry.first_child is not None:
+            before = self.empty.length
+            self.unregister(block.block_id)
+            self.num_evictions += self.empty.length - before
+            return self.empty.popleft()
+        self.index.remove(entry)
+        owner.cached.remove(block)
+        block.entry = None
+        self.num_cached -= 1
+        self.num_evictions += 1
+        return block
 
     def _most_over_share(self, account: Account) -> Account | None:
         """Return the tenant to take a cached block from: any at or below its floor is exempt, but for its own use."""

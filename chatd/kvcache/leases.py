@@ -211,7 +211,9 @@ class LeaseTable:
         for tenants in self._reclaimable.values():
             for tenant, leases in tenants.items():
                 other = self._pool.account(tenant)
-                limit = other.num_resident - other.floor if other is not account else self._pool.num_blocks
+                limit = self._pool.num_blocks
+                if other is not account:
+                    limit = other.num_resident - other.floor - other.cached.length
                 for lease in leases.values():
                     for block_id in reversed(lease.table.block_ids):
                         if limit <= 0 or blocks[block_id].ref_count > 1:
@@ -229,6 +231,8 @@ class LeaseTable:
         try:
             # Found blocks are held now; what was counted for them is no longer available, nor needed.
             needed = num_blocks - sum(self._pool.blocks[block_id].ref_count == 1 for block_id in keep)
+            if self._most_reclaimable() + self._pool.available(account) < needed:
+                return False
             for state in _RECLAIMABLE:
                 for shared_too in (False, True):
                     if self._shrink_all(state, account, needed, shared_too):
@@ -237,6 +241,15 @@ class LeaseTable:
         finally:
             self._pool.release(keep)
 
+    def _most_reclaimable(self) -> int:
+        """Return a bound on what all leases could give; for a need beyond it none is shrunk in vain."""
+        return sum(
+            len(lease.table.block_ids)
+            for tenants in self._reclaimable.values()
+            for leases in tenants.values()
+            for lease in leases.values()
+        )
+
     def _shrink_all(self, state: LeaseState, account: Account, needed: int, shared_too: bool) -> bool:
         pool = self._pool
         tenants = self._reclaimable[state]
@@ -244,7 +257,7 @@ class LeaseTable:
         for tenant in order:
             other = pool.account(tenant)
             for lease in list(tenants[tenant].values()):
-                while pool.available(account) < needed and (other is account or other.num_resident > other.floor):
+                while pool.available(account) < needed and _gives(other, account):
                     if not self._shrink(lease, shared_too):
                         break
                 if pool.available(account) >= needed:
@@ -274,3 +287,8 @@ class LeaseTable:
         self.close(forgotten)
         self.shrunk[forgotten.lease_id] = forgotten
         return True
+
+
+def _gives(other: Account, account: Account) -> bool:
+    """Return whether blocks that `other` lets go become available to `account`: its floor keeps what is cached too."""
+    return other is account or other.cached.length < other.num_resident - other.floor

@@ -1,0 +1,154 @@
+"""What the engine costs beside the model: `python -m chatd.bench.pool`.
+
+Prints microseconds per pool operation for pools of 1k to 1M blocks, and milliseconds of plan and commit for batches of
+decodes, as JSON on the last line. Times are the processor's: nothing here waits, and neighbors would be in the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from array import array
+from collections.abc import Callable
+
+from chatd.engine.core import EngineConfig, EngineCore
+from chatd.engine.messages import LeaseId, Submit
+from chatd.engine.plan import Plan, RequestId, StepOutput
+from chatd.engine.sampling import SamplingParams
+from chatd.kvcache.block_pool import BlockPool
+from chatd.kvcache.manager import KVCacheManager
+from chatd.kvcache.prefix_index import Namespace, PrefixIndex
+
+POOL_SIZES = (1_000, 10_000, 100_000, 1_000_000)
+BATCH_SIZES = (16, 64, 256)
+_NAMESPACE = Namespace("bench", "fp16", "float16", 1, None, None)
+_REPEATS = 7
+
+
+class _EchoRunner:
+    """Computes nothing: every row's next token is 1."""
+
+    def execute(self, plan: Plan) -> StepOutput:
+        return StepOutput({chunk.request_id: 1 for chunk in plan.chunks if chunk.sample is not None})
+
+
+def best_us(work: Callable[[], int]) -> float:
+    """Return the median over repeats of microseconds per operation; `work` returns how many it did."""
+    times = []
+    for _ in range(_REPEATS):
+        started = time.process_time()
+        number = work()
+        times.append((time.process_time() - started) / number * 1e6)
+    return round(statistics.median(times), 3)
+
+
+def pool_figures(num_blocks: int) -> dict[str, float]:
+    """Return microseconds per block of each operation on a pool of this size."""
+    pool = BlockPool(num_blocks, PrefixIndex())
+    kv = KVCacheManager(pool, 16, _NAMESPACE)
+    gc.freeze()
+    account = pool.account("acme")
+    number = min(num_blocks // 2, 2000)
+    figures: dict[str, float] = {}
+
+    def allocate_and_free() -> int:
+        for _ in range(number):
+            taken = pool.allocate(account, 1)
+            assert taken is not None
+            pool.release(taken)
+        return 2 * number
+
+    figures["allocate or free an empty block"] = best_us(allocate_and_free)
+
+    # Fill the pool with cached blocks, so that each allocation evicts and each release caches.
+    table = kv.open_table("acme")
+    ids = array("i", range(16 * (num_blocks - 1)))
+    allocation = kv.allocate_slots(table, len(ids))
+    assert allocation is not None
+    gc.disable()
+    started = time.process_time()
+    kv.commit(allocation, len(ids), ids)
+    figures["register a block"] = round((time.process_time() - started) / (num_blocks - 1) * 1e6, 3)
+    kv.free(table)
+
+    def find() -> int:
+        return len(kv.get_computed_blocks(kv.open_table("acme"), ids[: 16 * number + 1]))
+
+    def hold_and_release() -> int:
+        found = kv.get_computed_blocks(kv.open_table("acme"), ids[: 16 * number + 1])
+        started = time.process_time()
+        for block_id in found:
+            pool.hold(block_id)
+        pool.release(found)
+        timed.append((time.process_time() - started) / (2 * len(found)) * 1e6)
+        return len(found)
+
+    figures["find a block"] = best_us(find)
+    timed: list[float] = []
+    best_us(hold_and_release)
+    figures["hold or release a cached block"] = round(statistics.median(timed), 3)
+    started = time.process_time()
+    evicted = pool.allocate(account, number)
+    assert evicted is not None
+    figures["evict and allocate"] = round((time.process_time() - started) / number * 1e6, 3)
+    gc.enable()
+    gc.unfreeze()
+    return figures
+
+
+def step_figures(batch_size: int, context: int, num_steps: int = 100) -> dict[str, float]:
+    """Return milliseconds that plan, commit and messages take beside the runner, for a batch of decodes."""
+    blocks_each = (context + num_steps + 64) // 16 + 2
+    config = EngineConfig(
+        num_blocks=batch_size * blocks_each,
+        namespace=_NAMESPACE,
+        max_model_len=context + num_steps + 64,
+        max_num_seqs=batch_size,
+        max_num_batched_tokens=batch_size * context,
+    )
+    core = EngineCore(config, _EchoRunner(), time.perf_counter)
+    params = SamplingParams(max_tokens=num_steps + 8)
+    for number in range(batch_size):
+        ids = [number + 1, *range(context - 1)]
+        core.handle(Submit(RequestId(number), LeaseId(number), "acme", 0, ids, params), 0.0)
+    core.step(0.0)
+    assert all(request.is_decode for request in core.scheduler.running)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    times = []
+    for step in range(num_steps):
+        started = time.process_time()
+        core.step(float(step))
+        times.append((time.process_time() - started) * 1e3)
+    gc.enable()
+    gc.unfreeze()
+    return {"median": round(statistics.median(times), 4), "p90": round(sorted(times)[int(len(times) * 0.9)], 4)}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print a table, then JSON."""
+    parser = argparse.ArgumentParser(description="what the engine costs beside the model")
+    parser.add_argument("--max-blocks", type=int, default=POOL_SIZES[-1])
+    arguments = parser.parse_args(argv)
+    report: dict[str, object] = {"python": sys.version.split()[0]}
+    pools = {size: pool_figures(size) for size in POOL_SIZES if size <= arguments.max_blocks}
+    report["pool_us"] = pools
+    names = list(next(iter(pools.values())))
+    print(f"{'us per block':36s}" + "".join(f"{size:>12,}" for size in pools))
+    for name in names:
+        print(f"{name:36s}" + "".join(f"{figures[name]:12.3f}" for figures in pools.values()))
+    steps = {f"{batch} x {context}": step_figures(batch, context) for batch in BATCH_SIZES for context in (512, 4096)}
+    report["plan_commit_ms"] = steps
+    print(f"\n{'plan + commit, ms':36s}{'median':>12s}{'p90':>12s}")
+    for name, figures in steps.items():
+        print(f"{name:36s}{figures['median']:12.3f}{figures['p90']:12.3f}")
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
