@@ -77,6 +77,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 30.0
+MAX_SEARCHED_CHARS = 4 * 2**20
 DRAIN_CANCEL_S = 1.0
 """How long a draining daemon waits for the engine to end what was cancelled."""
 
@@ -256,12 +257,15 @@ class SessionManager:
     def list(self, owner: Owner, command: SessionList) -> SessionListed:
         """Return an owner's sessions, last used first; `query` is looked for in titles and texts.
 
+        Of the texts, no more than `MAX_SEARCHED_CHARS` of those last used are looked at, so that the loop goes on.
+
         Raises:
             InvalidRequest: The cursor is none of ours.
         """
         before = _parse_cursor(command.cursor)
         query = command.query.casefold() if command.query else None
         found: list[SessionInfo] = []
+        budget = MAX_SEARCHED_CHARS
         ordered = sorted(
             self._by_owner.get(owner, {}).values(), key=lambda session: (session.updated_at, session.id), reverse=True
         )
@@ -270,8 +274,11 @@ class SessionManager:
                 continue
             if before is not None and (session.updated_at, session.id) >= before:
                 continue
-            if query is not None and not _matches(session, query):
-                continue
+            if query is not None and query not in session.title.casefold():
+                texts = _texts_within(session, budget)
+                budget -= sum(map(len, texts))
+                if not any(query in text.casefold() for text in texts):
+                    continue
             if len(found) == command.limit:
                 last = self._by_owner[owner][found[-1].id]
                 return SessionListed(sessions=found, next_cursor=f"{last.updated_at!r}~{last.id}")
@@ -620,8 +627,15 @@ def _check_writer(session: Session, subscriber: Subscriber | None) -> None:
         raise PermissionDenied("this connection is attached as an observer", code="observer")
 
 
-def _matches(session: Session, query: str) -> bool:
-    return query in session.title.casefold() or any(query in node.content.casefold() for node in session.conversation)
+def _texts_within(session: Session, max_chars: int) -> list[str]:
+    """Return a session's messages, as many as have `max_chars` characters together."""
+    texts = []
+    for node in session.conversation:
+        max_chars -= len(node.content)
+        if max_chars < 0:
+            break
+        texts.append(node.content)
+    return texts
 
 
 def _parse_cursor(cursor: str | None) -> tuple[float, str] | None:

@@ -212,12 +212,12 @@ class StatelessDoor:
             return source
         session = self._new_session(owner, Conversation(source.conversation.system, chain.node))
         session.date = source.date
-        lease, at = source.lease, chain.node.num_tokens
+        lease = source.lease
         held = min(common_length(lease.node, chain.node), lease.num_tokens)
-        if lease.epoch == self._runner.epoch and held == at:
+        if lease.epoch == self._runner.epoch and held > 0:
             session.lease.epoch = lease.epoch
-            session.lease.node, session.lease.num_tokens = chain.node, at
-            session.lease.fork_of = (lease.id, at)
+            session.lease.node, session.lease.num_tokens = chain.node, held
+            session.lease.fork_of = (lease.id, held)
         return session
 
     def _expire(self) -> None:

@@ -691,6 +691,18 @@ async def test_the_list_shows_ones_own_sessions_last_used_first_in_pages() -> No
     assert refused.value.param == "cursor"
 
 
+async def test_texts_are_searched_newest_sessions_first_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = make_manager(ScriptedEngine(replying("ok")))
+    for number in range(3):
+        session, _ = await open_session(manager, title=f"number {number}")
+        await say(manager, session, "the Needle is in the hay", respond=False)
+        session.updated_at = float(number)
+    query = SessionList(query="needle")
+    assert [info.title for info in manager.list(ANN, query).sessions] == ["number 2", "number 1", "number 0"]
+    monkeypatch.setattr("chatd.sessions.manager.MAX_SEARCHED_CHARS", 2 * len("the Needle is in the hay"))
+    assert [info.title for info in manager.list(ANN, query).sessions] == ["number 2", "number 1"]
+
+
 async def test_waiting_prefill_and_preemption_are_told_and_kept_for_snapshots() -> None:
     engine = ScriptedEngine(replying("ok"))
     manager = make_manager(engine)
