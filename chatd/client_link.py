@@ -394,7 +394,9 @@ class Connection:
             case Hello() | RateLimitsUpdated() | ServerDraining():
                 self._notify(event)
             case _:
-                owner = self._sessions.get(getattr(event, "session", None) or "")
+                session = getattr(event, "session", None)
+                # Some answers carry the whole session there, and those belong to whoever asked.
+                owner = self._sessions.get(session) if isinstance(session, str) else None
                 if owner is not None and not (isinstance(event, Error) and event.re):
                     owner._deliver(event)
                 elif isinstance(event, Error) and event.re is None:

@@ -126,18 +126,24 @@ class Authenticator:
         if header is not None:
             scheme, _, token = header.partition(" ")
             key = self._keys.authenticate(token.strip()) if scheme.lower() == "bearer" else None
-            if key is None:
+            if key is not None:
+                return Principal.of(key)
+            # Most OpenAI clients insist on sending something; where no key is needed, that is not mistaken for one.
+            if looks_like_key(token) or not self._admits_anonymous(connection):
                 raise AuthenticationError("the key is not known (Authorization: Bearer ck_…; chatd keys list)")
-            return Principal.of(key)
+            return ANONYMOUS
         if ticket is not None:
             return self._redeem(ticket)
-        if self._allow_anonymous and self.is_local(connection):
+        if self._admits_anonymous(connection):
             return ANONYMOUS
         raise AuthenticationError(
             "no key was sent (Authorization: Bearer ck_…)",
             code="missing_api_key",
             hint=None if self._keys.has_file else "the local key is in the user's state folder; chatd-tui reads it",
         )
+
+    def _admits_anonymous(self, connection: HTTPConnection) -> bool:
+        return self._allow_anonymous and self.is_local(connection)
 
     def is_current(self, principal: Principal) -> bool:
         """True while the key that a caller came with is still good and unchanged."""

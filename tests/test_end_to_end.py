@@ -1,0 +1,177 @@
+"""The whole product with the real model: the commands, the processes, both doors and the terminal."""
+
+import asyncio
+import itertools
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from openai import OpenAI
+
+from chatd.client import Client
+from chatd.errors import ChatdError
+from chatd.local_daemon import LocalDaemon, readiness
+from chatd.protocol import OutputTextDelta, Params, ResponseCompleted
+
+pytestmark = pytest.mark.model
+
+ROOT = Path(__file__).parent.parent
+GREEDY = Params(temperature=0.0, max_tokens=24)
+CAPITAL = "What is the capital of France?"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(predicate: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not predicate():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    address = f"http://127.0.0.1:{free_port()}"
+    log = tmp_path_factory.mktemp("serve") / "serve.log"
+    with LocalDaemon(address, ["--no-auth", "--kv-memory", "256MiB"], log_path=log) as daemon:
+        daemon.wait_ready(lambda phase, done: None)
+        yield address
+
+
+def engine_of(url: str) -> psutil.Process:
+    """Return the engine process of the daemon that listens at `url`."""
+    port = url.rpartition(":")[2]
+    for process in psutil.Process().children(recursive=True):
+        line = process.cmdline()
+        if "serve" in line and port in line:
+            (engine,) = [child for child in process.children() if "chatd.engine.process" in child.cmdline()]
+            return engine
+    raise AssertionError(f"no daemon of ours listens at {url}")
+
+
+def test_the_readme_example_runs(url: str) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    done = subprocess.run(
+        [sys.executable, "-c", example],
+        env={**os.environ, "CHATD_URL": url},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+
+
+def test_the_official_client_streams_and_its_history_finds_its_cache(url: str) -> None:
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["smollm2-135m"]
+    messages = [{"role": "user", "content": "Tell me about the sea. " * 8}]
+    stream = client.chat.completions.create(
+        model="smollm2-135m",
+        messages=messages,
+        stream=True,
+        temperature=0,
+        max_tokens=48,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    answer = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    first = chunks[-1].usage
+    assert answer
+    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "Go on."}]
+    second = client.chat.completions.create(model="smollm2-135m", messages=messages, temperature=0, max_tokens=4)
+    history = first.prompt_tokens + first.completion_tokens
+    assert second.usage.prompt_tokens_details.cached_tokens >= 0.95 * history
+
+
+async def test_a_turn_costs_only_its_new_tokens(url: str) -> None:
+    async with Client.connect(url) as client:
+        session = await client.create_session()
+        usages = []
+        for content in (CAPITAL, "And of Italy?", "And of Spain?"):
+            async for event in session.say(content, params=GREEDY):
+                if isinstance(event, ResponseCompleted):
+                    usages.append(event.usage)
+    assert len(usages) == 3
+    for earlier, later in itertools.pairwise(usages):
+        history = earlier.input_tokens + earlier.output_tokens
+        # The last token of an answer was drawn and not yet computed.
+        assert later.cached_tokens == history - 1
+
+
+async def test_an_answer_does_not_depend_on_its_batch_mates(url: str) -> None:
+    async def ask(client: Client, content: str) -> str:
+        session = await client.create_session()
+        return "".join([text async for text in session.stream(content, params=GREEDY)])
+
+    async with Client.connect(url) as client:
+        alone = await ask(client, CAPITAL)
+        crowd = await asyncio.gather(
+            *(ask(client, content) for content in [CAPITAL, *[f"Count to {n}." for n in range(7)]])
+        )
+    assert crowd[0] == alone
+    assert "Paris" in alone
+
+
+async def test_the_engine_s_death_fails_its_turns_once_and_the_next_turn_works(url: str) -> None:
+    engine = engine_of(url)
+    async with Client.connect(url) as client:
+        session = await client.create_session()
+        first = "".join([text async for text in session.stream(CAPITAL, params=GREEDY)])
+
+        async def die_in_the_middle() -> None:
+            async for event in session.say("Write a long story.", params=Params(max_tokens=2000, ignore_eos=True)):
+                if isinstance(event, OutputTextDelta) and engine.is_running():
+                    engine.send_signal(signal.SIGKILL)
+
+        with pytest.raises(ChatdError) as caught:
+            await die_in_the_middle()
+        assert caught.value.error_code == "engine_error"
+        wait_until(lambda: (readiness(url) or {}).get("status") == "ready", timeout_s=120)
+        _, items = await client.get_session(session.id)
+        assert [(item.role, item.content) for item in items][-2:] == [("user", CAPITAL), ("assistant", first)]
+        again = "".join([text async for text in session.stream("And of Italy?", params=GREEDY)])
+        assert again
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux, a real terminal to drive")
+def test_chat_in_a_real_terminal(tmp_path: Path) -> None:
+    port = free_port()
+    tmux = ["tmux", "-L", f"chatd-{port}"]
+
+    def screen() -> str:
+        return subprocess.run([*tmux, "capture-pane", "-p"], capture_output=True, text=True, check=False).stdout
+
+    command = f"{sys.executable} -m chatd.cli chat; echo ended with $?; read done"
+    environment = {**os.environ, "CHATD_SERVER__PORT": str(port), "XDG_STATE_HOME": str(tmp_path), "LANG": "C.UTF-8"}
+    subprocess.run(
+        [*tmux, "-u", "-f", "/dev/null", "new-session", "-d", "-x", "100", "-y", "30", command],
+        env=environment,
+        check=True,
+    )
+    try:
+        wait_until(lambda: "connected" in screen(), timeout_s=120)
+        subprocess.run([*tmux, "send-keys", CAPITAL, "Enter"], check=True)
+        wait_until(lambda: "The capital of France is Paris" in screen())
+        wait_until(lambda: "tok/s" in screen())
+        subprocess.run([*tmux, "send-keys", "F2"], check=True)
+        wait_until(lambda: "The pool" in screen())
+        subprocess.run([*tmux, "send-keys", "C-q"], check=True)
+        wait_until(lambda: "ended with 0" in screen())
+        assert readiness(f"http://127.0.0.1:{port}") is None
+    finally:
+        subprocess.run([*tmux, "kill-server"], check=False, capture_output=True)
