@@ -28,7 +28,7 @@ from chatd.errors import EngineError
 from chatd.protocol import ResponsePreempted, ResponsePrefill, ResponseQueued, ResponseResumed, SessionTier
 from chatd.sessions.conversation import Owner
 from chatd.sessions.session import Session
-from chatd.sessions.turns import TurnRunner, merge_tokens
+from chatd.sessions.turns import TurnRunner
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class EngineEvents:
             if type(message) is Tokens:
                 for delta in message.deltas:
                     known = merged.get(delta.request)
-                    merged[delta.request] = delta if known is None else merge_tokens(known, delta)
+                    merged[delta.request] = delta if known is None else _merge(known, delta)
                 continue
             if merged:
                 self._take_tokens(merged, message)
@@ -214,3 +214,11 @@ class EngineEvents:
                     session.emit_usage()
         for listener in list(self._pool_listeners):
             listener(frame, self.lease_sessions)
+
+
+def _merge(first: TokenDelta, second: TokenDelta) -> TokenDelta:
+    """Return the tokens of two steps of one request as one."""
+    logprobs = None
+    if first.logprobs is not None or second.logprobs is not None:
+        logprobs = [*(first.logprobs or ()), *(second.logprobs or ())]
+    return TokenDelta(first.request, [*first.ids, *second.ids], logprobs)

@@ -22,13 +22,12 @@ from collections.abc import Callable, Sequence
 from chatd.engine.client import EngineEvent
 from chatd.engine.messages import (
     EngineStats,
-    LeaseId,
     RequestClass,
     Retain,
     WatchPool,
 )
 from chatd.engine.plan import RequestId
-from chatd.errors import Conflict, InvalidRequest, NotFound, PermissionDenied, RateLimited
+from chatd.errors import Conflict, InvalidRequest, PermissionDenied
 from chatd.protocol import (
     AttachRole,
     Item,
@@ -48,13 +47,13 @@ from chatd.protocol import (
 )
 from chatd.sessions.conversation import Conversation, Node, Owner, Subscriber, log_of
 from chatd.sessions.engine_events import EngineEvents, LeaseHolder, LeaseSessions, PoolListener
-from chatd.sessions.events import EventRing
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.model_profile import ModelProfile, draw_seed
 from chatd.sessions.ports import ChatEncoder, EngineGateway, Vocabulary
-from chatd.sessions.session import Lease, Session, title_of
+from chatd.sessions.session import Session, title_of
 from chatd.sessions.stateless import Completion, CompletionDelta, CompletionRequest, StatelessDoor, check_messages
 from chatd.sessions.stats import SessionStats, TurnObserver
+from chatd.sessions.store import SessionStore
 from chatd.sessions.tokenizer import check_size
 from chatd.sessions.turn import Turn
 from chatd.sessions.turns import TurnRunner, check_free
@@ -77,7 +76,6 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 30.0
-MAX_SEARCHED_CHARS = 4 * 2**20
 DRAIN_CANCEL_S = 1.0
 """How long a draining daemon waits for the engine to end what was cancelled."""
 
@@ -130,19 +128,16 @@ class SessionManager:
             on_ended=self._on_turn_ended,
             draw=draw,
         )
+        self._store = SessionStore(self._runner, limits, new_id=self._new_id, clock=clock)
         self._door = StatelessDoor(
             self._runner,
             limits,
             self.stats,
-            new_session=lambda owner, conversation: self._new_session(owner, conversation, hidden=True),
-            drop_session=self._drop_session,
+            new_session=self._store.open_hidden,
+            drop_session=self._store.drop,
         )
-        self._sessions: dict[str, Session] = {}
-        self._by_owner: dict[Owner, dict[str, Session]] = {}
-        self._by_lease: dict[LeaseId, Session] = {}
-        self._last_lease = 0
         self._attached: dict[str, dict[str, Session]] = {}
-        self._events = EngineEvents(self._runner, self._by_lease)
+        self._events = EngineEvents(self._runner, self._store.by_lease)
         if engine.ready is not None:
             self._runner.on_ready(engine.ready)
 
@@ -207,10 +202,7 @@ class SessionManager:
         Raises:
             NotFound: Unknown, or somebody else's; the same words for both.
         """
-        session = self._by_owner.get(owner, {}).get(session_id)
-        if session is None:
-            raise NotFound(f"session {session_id[:64]!r} is not known", param="session")
-        return session
+        return self._store.resolve(owner, session_id)
 
     async def create(self, owner: Owner, command: SessionCreate) -> Session:
         """Open a session.
@@ -230,13 +222,11 @@ class SessionManager:
         if system is not None:
             check_size((system,), self.limits.max_content_bytes)
         self._check_params(command.params)
-        self._check_room(owner)
-        session = self._new_session(owner, Conversation(system))
+        self._store.check_room(owner)
+        session = self._store.open(owner, Conversation(system))
         session.params = command.params
         session.metadata = dict(command.metadata)
         session.title = command.title or ""
-        self._sessions[session.id] = session
-        self._by_owner.setdefault(owner, {})[session.id] = session
         for message in messages:
             self._add_message(session, message, session.conversation.head)
         return session
@@ -262,28 +252,7 @@ class SessionManager:
         Raises:
             InvalidRequest: The cursor is none of ours.
         """
-        before = _parse_cursor(command.cursor)
-        query = command.query.casefold() if command.query else None
-        found: list[SessionInfo] = []
-        budget = MAX_SEARCHED_CHARS
-        ordered = sorted(
-            self._by_owner.get(owner, {}).values(), key=lambda session: (session.updated_at, session.id), reverse=True
-        )
-        for session in ordered:
-            if session.archived != command.archived:
-                continue
-            if before is not None and (session.updated_at, session.id) >= before:
-                continue
-            if query is not None and query not in session.title.casefold():
-                texts = _texts_within(session, budget)
-                budget -= sum(map(len, texts))
-                if not any(query in text.casefold() for text in texts):
-                    continue
-            if len(found) == command.limit:
-                last = self._by_owner[owner][found[-1].id]
-                return SessionListed(sessions=found, next_cursor=f"{last.updated_at!r}~{last.id}")
-            found.append(session.info())
-        return SessionListed(sessions=found)
+        return self._store.list(owner, command)
 
     def info(self, session: Session) -> SessionInfo:
         """Return a session as a list shows it."""
@@ -370,7 +339,7 @@ class SessionManager:
             turn = session.turn
             self._runner.cancel(turn)
             await turn.ended.wait()
-        self._release(session)
+        self._store.release(session)
         session.closed = True
         closed = SessionClosed(session=session.id)
         for connection_id in session.connections():
@@ -378,7 +347,7 @@ class SessionManager:
         sent = session.close_subscriptions(closed, re, subscriber)
         if subscriber is not None and not sent:
             subscriber.deliver(SessionClosed(session=session.id, re=re))
-        self._drop_old_closed(session.owner)
+        self._store.drop_old_closed(session.owner)
 
     # Turns.
 
@@ -405,7 +374,7 @@ class SessionManager:
             if parent is None:
                 raise InvalidRequest(f"{command.parent[:64]!r} is no message of this session", param="parent")
         if session.closed:
-            self._check_room(session.owner)
+            self._store.check_room(session.owner)
         message = Message(role="user", content=command.content)
         if not command.respond:
             if command.params is not None:
@@ -465,7 +434,7 @@ class SessionManager:
 
     async def drain(self, timeout_s: float) -> None:
         """Wait until every answer in progress has ended; those that have not end as `draining`."""
-        turns = [session.turn for session in self._by_lease.values() if session.turn is not None]
+        turns = [session.turn for session in self._store.by_lease.values() if session.turn is not None]
         await _wait_for_ends(turns, timeout_s)
         for turn in turns:
             if not turn.ended.is_set():
@@ -486,29 +455,6 @@ class SessionManager:
         attached.pop(session.id, None)
         if not attached:
             self._attached.pop(connection_id, None)
-
-    def _new_session(self, owner: Owner, conversation: Conversation, *, hidden: bool = False) -> Session:
-        session = Session(
-            self._new_id("ses"),
-            owner,
-            conversation,
-            Lease(self._next_lease()),
-            EventRing(
-                max_events=self.limits.replay_events,
-                max_bytes=self.limits.replay_bytes,
-                ttl_s=self.limits.replay_ttl_s,
-            ),
-            model_id=self.model.id,
-            context_max=lambda: self.model.context,
-            clock=self._clock,
-            hidden=hidden,
-        )
-        self._by_lease[session.lease.id] = session
-        return session
-
-    def _next_lease(self) -> LeaseId:
-        self._last_lease += 1
-        return LeaseId(self._last_lease)
 
     def _add_message(
         self,
@@ -549,39 +495,6 @@ class SessionManager:
         """Refuse parameters that no prompt could use."""
         self.model.resolve(params, 0)
 
-    def _check_room(self, owner: Owner) -> None:
-        num_open = sum(not session.closed for session in self._by_owner.get(owner, {}).values())
-        if num_open >= self.limits.max_sessions_per_user:
-            raise RateLimited(
-                f"{num_open} sessions are open, the limit is {self.limits.max_sessions_per_user}",
-                code="too_many_sessions",
-                hint="close a session that is no longer needed",
-            )
-
-    def _drop_old_closed(self, owner: Owner) -> None:
-        closed = sorted(
-            (session for session in self._by_owner.get(owner, {}).values() if session.closed and session.turn is None),
-            key=lambda session: session.updated_at,
-        )
-        for session in closed[: max(0, len(closed) - self.limits.max_closed_sessions_per_user)]:
-            self._drop_session(session)
-
-    def _release(self, session: Session) -> None:
-        old = session.lease.id
-        self._runner.release(session, self._next_lease())
-        self._by_lease.pop(old, None)
-        self._by_lease[session.lease.id] = session
-
-    def _drop_session(self, session: Session) -> None:
-        self._release(session)
-        self._by_lease.pop(session.lease.id, None)
-        if not session.hidden:
-            self._sessions.pop(session.id, None)
-            owned = self._by_owner.get(session.owner, {})
-            owned.pop(session.id, None)
-            if not owned:
-                self._by_owner.pop(session.owner, None)
-
     def _retain(self, session: Session) -> None:
         """Tell the engine whether anybody is attached, where it has something to value by that."""
         lease = session.lease
@@ -598,9 +511,7 @@ class SessionManager:
 
     def sweep(self) -> None:
         """Drop events that are too old to be replayed."""
-        now = self._clock()
-        for session in self._sessions.values():
-            session.ring.expire(now)
+        self._store.sweep()
 
     async def _sweep_forever(self) -> None:
         while True:
@@ -625,24 +536,3 @@ def _random_id(prefix: str) -> str:
 def _check_writer(session: Session, subscriber: Subscriber | None) -> None:
     if subscriber is not None and session.role_of(subscriber) == "observer":
         raise PermissionDenied("this connection is attached as an observer", code="observer")
-
-
-def _texts_within(session: Session, max_chars: int) -> list[str]:
-    """Return a session's messages, as many as have `max_chars` characters together."""
-    texts = []
-    for node in session.conversation:
-        max_chars -= len(node.content)
-        if max_chars < 0:
-            break
-        texts.append(node.content)
-    return texts
-
-
-def _parse_cursor(cursor: str | None) -> tuple[float, str] | None:
-    if cursor is None:
-        return None
-    updated_at, _, session_id = cursor.partition("~")
-    try:
-        return float(updated_at), session_id
-    except ValueError:
-        raise InvalidRequest(f"{cursor[:64]!r} is no cursor of a list", param="cursor") from None

@@ -24,23 +24,20 @@ from chatd.engine.messages import (
     Ready,
     Release,
     RequestClass,
-    RequestTimings,
     Submit,
     Tier,
-    TokenDelta,
 )
 from chatd.engine.plan import RequestId
 from chatd.errors import (
     ChatdError,
     Conflict,
-    ContextLengthExceeded,
     EngineError,
-    InvalidRequest,
     RateLimited,
     Unavailable,
 )
-from chatd.protocol import Message, Params, Timings, Usage
+from chatd.protocol import Message, Params, Usage
 from chatd.sessions.conversation import ID_TYPE, Node, Owner, common_length, last_answer, log_between, pending_after
+from chatd.sessions.endings import error_of, timings_of
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.model_profile import ModelProfile, draw_seed
 from chatd.sessions.ports import ChatEncoder, EngineGateway, Vocabulary
@@ -323,7 +320,7 @@ class TurnRunner:
         if turn is None:
             return
         if done.reason is FinishReason.FAILED and turn.decided is None:
-            self.fail(turn, _engine_error(done))
+            self.fail(turn, error_of(done))
         else:
             self._finish(turn, turn.decided or done.reason, done)
 
@@ -385,7 +382,7 @@ class TurnRunner:
         named = self._name_of(turn, reason, num_prompt_tokens, len(text.ids))
         num_cached = min(done.num_cached_tokens if done is not None else turn.num_cached_tokens, num_prompt_tokens)
         usage = Usage.of(num_prompt_tokens, num_cached, len(text.ids))
-        timings = self._timings(turn, done.timings if done is not None else None, len(text.ids))
+        timings = timings_of(turn, done.timings if done is not None else None, len(text.ids))
         completed = reason in (FinishReason.STOP, FinishReason.STOP_STRING)
         session.conversation.end_answer(
             answer, status="completed" if completed else "incomplete", reason=named, usage=usage, timings=timings
@@ -447,20 +444,6 @@ class TurnRunner:
         self._stats.deltas += 1
         turn.sink.on_delta(turn, delta)
 
-    def _timings(self, turn: Turn, engine: RequestTimings | None, num_output_tokens: int) -> Timings:
-        ttft_s = 0.0 if turn.first_token_at is None else turn.first_token_at - turn.accepted_at
-        if engine is None:
-            return Timings(queue_ms=0.0, ttft_ms=1e3 * ttft_s, prefill_tok_s=0.0, decode_tok_s=0.0, preemptions=0)
-        prefill_tok_s = engine.num_prefill_tokens / engine.prefill_s if engine.prefill_s > 0 else 0.0
-        num_decoded = max(0, num_output_tokens - 1)
-        return Timings(
-            queue_ms=1e3 * engine.queue_s,
-            ttft_ms=1e3 * ttft_s,
-            prefill_tok_s=prefill_tok_s,
-            decode_tok_s=num_decoded / engine.decode_s if engine.decode_s > 0 else 0.0,
-            preemptions=engine.num_preemptions,
-        )
-
     def _token_text(self, token_id: int) -> str:
         return self._vocabulary.token_bytes[token_id].decode(errors="replace")
 
@@ -477,20 +460,3 @@ def check_free(session: Session) -> None:
             code="session_busy",
             hint="wait for its end, or cancel it",
         )
-
-
-def merge_tokens(first: TokenDelta, second: TokenDelta) -> TokenDelta:
-    """Return the tokens of two steps of one request as one."""
-    logprobs = None
-    if first.logprobs is not None or second.logprobs is not None:
-        logprobs = [*(first.logprobs or ()), *(second.logprobs or ())]
-    return TokenDelta(first.request, [*first.ids, *second.ids], logprobs)
-
-
-def _engine_error(done: Done) -> ChatdError:
-    """Return the error that ended a request, in the class that has its code."""
-    message = done.error_message or "the engine failed while it computed this answer"
-    for error in (ContextLengthExceeded, InvalidRequest, RateLimited, Unavailable):
-        if done.error_code == error.code:
-            return error(message)
-    return EngineError(message, code=done.error_code or None)

@@ -699,7 +699,7 @@ async def test_texts_are_searched_newest_sessions_first_within_a_bound(monkeypat
         session.updated_at = float(number)
     query = SessionList(query="needle")
     assert [info.title for info in manager.list(ANN, query).sessions] == ["number 2", "number 1", "number 0"]
-    monkeypatch.setattr("chatd.sessions.manager.MAX_SEARCHED_CHARS", 2 * len("the Needle is in the hay"))
+    monkeypatch.setattr("chatd.sessions.store.MAX_SEARCHED_CHARS", 2 * len("the Needle is in the hay"))
     assert [info.title for info in manager.list(ANN, query).sessions] == ["number 2", "number 1"]
 
 

@@ -183,7 +183,7 @@ async def test_a_failed_first_turn_leaves_nothing() -> None:
     assert [delta async for delta in completion] == []
     assert completion.error.message == "no"
     assert len(manager._door) == 0
-    assert len(manager._by_lease) == 0
+    assert len(manager.lease_sessions) == 0
     assert Release(engine.submits[0].lease) in engine.sent
 
 
@@ -210,7 +210,7 @@ async def test_a_caller_that_is_cancelled_while_the_prompt_is_encoded_leaves_not
     with pytest.raises(asyncio.CancelledError):
         await task
     assert manager.num_in_flight == 0
-    assert len(manager._by_lease) == 0
+    assert len(manager.lease_sessions) == 0
     assert engine.sent == []
 
 
@@ -263,7 +263,7 @@ async def test_a_history_that_cannot_be_answered_is_refused(messages: list[Messa
     manager = make_manager(engine, limits=SessionLimits(max_content_bytes=100))
     with pytest.raises(InvalidRequest):
         await ask(manager, messages)
-    assert (manager.num_in_flight, len(manager._by_lease), engine.sent) == (0, 0, [])
+    assert (manager.num_in_flight, len(manager.lease_sessions), engine.sent) == (0, 0, [])
 
 
 async def test_what_cannot_fit_and_what_is_too_much_is_refused() -> None:
