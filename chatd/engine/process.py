@@ -10,6 +10,7 @@ decides when turns in flight are done, and exits when its pipe closes. Logs are 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -19,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -39,6 +41,9 @@ EXIT_GRACE_S = 2.0
 
 EXIT_PROTOCOL = 70
 """Exit code where the front sends what is no message: the two are not of one version."""
+
+PROGRESS_STEP = 0.05
+"""Progress within a phase is told in steps of this size."""
 
 _IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 
@@ -76,12 +81,10 @@ def main(arguments: list[str]) -> int:
 def _start(options: EngineOptions, pipe: EnginePipe) -> EngineCore | int:
     """Build the engine and say that it is ready; or say why not, and return the exit code."""
     started = time.monotonic()
-
-    def report(phase: str, progress: float) -> None:
-        pipe.send([encode(Loading(phase, progress))])
-
+    report = _Progress(pipe)
     try:
         report("importing", 0.0)
+        _read_ahead(Path(options.model_path))
         from chatd.engine.startup import build_engine  # torch and all that follows
 
         core, ready = build_engine(options, time.monotonic, report)
@@ -102,6 +105,29 @@ def _start(options: EngineOptions, pipe: EnginePipe) -> EngineCore | int:
     logger.info("engine.ready", extra={"fields": {"start_s": round(time.monotonic() - started, 3)}})
     pipe.send([encode(ready)])
     return core
+
+
+class _Progress:
+    """Sends phases to the front; within a phase only steps that a person can see."""
+
+    def __init__(self, pipe: EnginePipe) -> None:
+        self._pipe = pipe
+        self._told = ("", 0.0)
+
+    def __call__(self, phase: str, progress: float) -> None:
+        told_phase, told_progress = self._told
+        if phase != told_phase or progress - told_progress >= PROGRESS_STEP or (progress >= 1.0 > told_progress):
+            self._told = (phase, progress)
+            self._pipe.send([encode(Loading(phase, progress))])
+
+
+def _read_ahead(folder: Path) -> None:
+    """Ask the system to read the weights from the disk while torch is imported."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in folder.glob("*.safetensors"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def _refuse(pipe: EnginePipe, failed: StartFailed) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,6 +115,8 @@ def load_model(options: EngineOptions, report: Report, room: Callable[[], Memory
     """
     num_threads = options.num_threads or available_cpus()
     runtime.set_num_threads(num_threads)
+    # Kernels come from the cache, or the compiler, while the weights come from the disk.
+    kernels = _KernelWarmUp()
     decoder = load_decoder(
         Path(options.model_path),
         quantization=options.quantization,
@@ -121,14 +125,39 @@ def load_model(options: EngineOptions, report: Report, room: Callable[[], Memory
         num_threads=num_threads,
         progress=report,
     )
-    report("compiling kernels", 0.0)
-    runtime.warm_up(lambda _name, done, total: report("compiling kernels", done / total))
+    kernels.wait(report)
     report("allocating the KV pool", 0.0)
     pool = _bind_pool(decoder, options, room())
     runner = ModelRunner(decoder)
     report("trying a step", 0.0)
     _try_steps(runner, options)
     return LoadedModel(runner, decoder, pool, options.quantization, pool.notes)
+
+
+class _KernelWarmUp:
+    """Compiles the kernels, or loads them from the cache, on a thread that does not keep a failed start waiting."""
+
+    def __init__(self) -> None:
+        self._progress = 0.0
+        self._done: Future[int] = Future()
+        threading.Thread(target=self._run, name="compile kernels", daemon=True).start()
+
+    def wait(self, report: Report) -> None:
+        """Wait for the end, and raise what went wrong."""
+        while True:
+            report("compiling kernels", self._progress)
+            with contextlib.suppress(TimeoutError):
+                self._done.result(timeout=0.2)
+                return
+
+    def _run(self) -> None:
+        try:
+            self._done.set_result(runtime.warm_up(self._count))
+        except BaseException as error:
+            self._done.set_exception(error)
+
+    def _count(self, name: str, done: int, total: int) -> None:
+        self._progress = done / total
 
 
 def _bind_pool(decoder: Decoder, options: EngineOptions, room: MemoryRoom) -> PoolSize:
