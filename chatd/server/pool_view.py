@@ -302,6 +302,7 @@ class PoolHub:
         self._clock = clock
         self._looks: dict[str, _Look] = {}
         self._watched: tuple[float, bool, bool] | None = None
+        self._is_attended = False
         self._latest: PoolStep | None = None
 
     @property
@@ -312,6 +313,12 @@ class PoolHub:
     def start(self) -> None:
         """Ask for the frames that are needed with nobody looking."""
         self._rewatch()
+
+    def set_attended(self, is_attended: bool) -> None:
+        """Say whether anybody is connected: then the engine tells its leases too, which `session.usage` is made of."""
+        if is_attended != self._is_attended:
+            self._is_attended = is_attended
+            self._rewatch()
 
     def subscribe(self, connection_id: str, subscription: PoolSubscription, send: SendPool) -> None:
         """Let a connection look, instead of how it looked before."""
@@ -355,7 +362,7 @@ class PoolHub:
         wanted = (
             min([IDLE_INTERVAL_S, *(look.interval_s for look in looks)]),
             any(look.wants_map for look in looks),
-            any(look.wants_leases for look in looks),
+            self._is_attended or any(look.wants_leases for look in looks),
         )
         # Said again for a new look too: the engine answers with a frame at once.
         if again or wanted != self._watched:

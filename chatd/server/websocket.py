@@ -254,9 +254,11 @@ async def chat_websocket(websocket: WebSocket) -> None:
     daemon.quotas.connect(principal.key_id, address)
     connection = Connection(daemon, websocket, principal)
     daemon.connections.add(connection)
+    daemon.pool.set_attended(True)
     logger.info("websocket.opened", connection=connection.connection_id)
     try:
         await connection.serve(SUBPROTOCOL if SUBPROTOCOL in others else None)
     finally:
         daemon.connections.discard(connection)
+        daemon.pool.set_attended(bool(daemon.connections))
         daemon.quotas.disconnect(principal.key_id, address)

@@ -191,11 +191,17 @@ async def test_without_a_keys_file_the_local_key_lets_in_and_nothing_else(local_
 async def test_serving_without_a_key_is_an_opt_in_and_for_loopback_only(local_state) -> None:
     near = HTTPConnection({"type": "http", "headers": [], "client": ("127.0.0.1", 1)})
     far = HTTPConnection({"type": "http", "headers": [], "client": ("10.0.0.9", 1)})
-    wrong = HTTPConnection({"type": "http", "headers": [(b"authorization", b"Bearer x")], "client": ("127.0.0.1", 1)})
+    wrong = HTTPConnection(
+        {"type": "http", "headers": [(b"authorization", b"Bearer ck_x")], "client": ("127.0.0.1", 1)}
+    )
+    other = HTTPConnection(
+        {"type": "http", "headers": [(b"authorization", b"Bearer none")], "client": ("127.0.0.1", 1)}
+    )
     opened = open_daemon(Settings(server={"allow_anonymous_loopback": True})).authenticator
     closed = open_daemon(Settings()).authenticator
     assert opened.authenticate(near) is ANONYMOUS
-    for authenticator, connection in ((opened, far), (opened, wrong), (closed, near)):
+    assert opened.authenticate(other) is ANONYMOUS, "clients that must send something send this"
+    for authenticator, connection in ((opened, far), (opened, wrong), (closed, near), (closed, other)):
         with pytest.raises(AuthenticationError):
             authenticator.authenticate(connection)
 
