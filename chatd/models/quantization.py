@@ -1,9 +1,9 @@
 """Linear layers with packed weights: fp32, fp16, or int8 with one scale per output channel.
 
 The products are the kernels' own (`chatd_kernels.linear`), not a library's: a row's bits depend on that row alone by
-construction, whatever the batch, so a prefilled token and a decoded one are computed alike and no shape needs a check on
-the CPU it runs on. Activations are float32; an int8 layer rounds each row to integers of up to 15 bits with a scale of
-its own, so what int8 costs in accuracy is the rounding of the weights.
+construction, whatever the batch, so a prefilled token and a decoded one are computed alike and no shape needs a check
+on the CPU it runs on. Activations are float32; an int8 layer rounds each row to integers of up to 15 bits with a scale
+of its own, so what int8 costs in accuracy is the rounding of the weights.
 """
 
 from __future__ import annotations
