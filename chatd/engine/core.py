@@ -154,7 +154,7 @@ class EngineCore:
             output = self._runner.execute(plan)
         except Exception as error:
             self.scheduler.discard(plan)
-            self._reporter.num_failed_steps += 1
+            self._reporter.count_failed_step()
             self._isolate(plan, error, now)
         else:
             ended = self._clock()
@@ -174,8 +174,7 @@ class EngineCore:
             next(self._checking, None)
         except AssertionError:
             _log.exception("an invariant is broken; all KV is dropped and computed again where it is needed")
-            self._reporter.integrity_errors += 1
-            self._reporter.mark_changed()
+            self._reporter.count_integrity_error()
             if not self.scheduler.requests:
                 self._reset()
         return self._drain(now)

@@ -41,22 +41,26 @@ def num_pairs(start: int, num_rows: int) -> int:
 
 
 _NUM_FEATURES = 3
-_PRIOR_WEIGHT = 1e-2
 _OUTLIER_FACTOR = 3.0
+# How strongly a fit is pulled to the one before it, in observations of the size of a whole step.
+_PULL = 1e-2
+# No parameter falls below this part of what it was at first: one that is 0 could never grow again.
+_LEAST_OF_FIRST = 1e-3
+_SWEEPS = 100
 
 
 class CostModel:
-    """Least squares over relative errors, older steps forgotten, pulled to the prior where steps tell nothing.
+    """Least squares over relative errors; older steps are forgotten, and what steps do not tell stays as it was.
 
     Args:
-        parameters: Used until enough was seen, and the prior after that.
+        parameters: Used until enough was seen.
         refit_steps: Observations between two changes of `parameters`.
         forgetting: The weight of an observation falls by this factor with each later one.
     """
 
     def __init__(self, parameters: CostParameters, *, refit_steps: int = 32, forgetting: float = 0.99) -> None:
         self.parameters = parameters
-        self._prior = (parameters.fixed_s, parameters.per_row_s, parameters.per_pair_s)
+        self._first = (parameters.fixed_s, parameters.per_row_s, parameters.per_pair_s)
         self._refit_steps = refit_steps
         self._forgetting = forgetting
         self._num_observed = 0
@@ -83,29 +87,28 @@ class CostModel:
         return self._refit()
 
     def _refit(self) -> bool:
-        """Solve for the parameters, in units of the prior: there they are near 1 and the system is well scaled."""
-        prior = self._prior
-        matrix = [
-            [self._moments[i][j] * prior[i] * prior[j] for j in range(_NUM_FEATURES)] for i in range(_NUM_FEATURES)
-        ]
-        target = [self._targets[i] * prior[i] for i in range(_NUM_FEATURES)]
+        """Solve in units of the current parameters: there the solution is near 1 and the system well scaled."""
+        unit = (self.parameters.fixed_s, self.parameters.per_row_s, self.parameters.per_pair_s)
+        matrix = [[self._moments[i][j] * unit[i] * unit[j] for j in range(_NUM_FEATURES)] for i in range(_NUM_FEATURES)]
+        target = [self._targets[i] * unit[i] for i in range(_NUM_FEATURES)]
         for i in range(_NUM_FEATURES):
-            matrix[i][i] += _PRIOR_WEIGHT
-            target[i] += _PRIOR_WEIGHT
-        solution = _solve_nonnegative(matrix, target)
-        parameters = CostParameters(*(solution[i] * prior[i] for i in range(_NUM_FEATURES)))
+            matrix[i][i] += _PULL
+            target[i] += _PULL
+        least = [_LEAST_OF_FIRST * self._first[i] / unit[i] for i in range(_NUM_FEATURES)]
+        solution = _solve(matrix, target, least)
+        parameters = CostParameters(*(solution[i] * unit[i] for i in range(_NUM_FEATURES)))
         changed = parameters != self.parameters
         self.parameters = parameters
         return changed
 
 
-def _solve_nonnegative(matrix: list[list[float]], target: list[float]) -> list[float]:
-    """Minimize the quadratic form by cyclic coordinate descent, no coordinate below a hundredth of its prior."""
+def _solve(matrix: list[list[float]], target: list[float], least: list[float]) -> list[float]:
+    """Minimize the quadratic form by cyclic coordinate descent, no coordinate below its least."""
     solution = [1.0] * _NUM_FEATURES
-    for _ in range(200):
+    for _ in range(_SWEEPS):
         for i in range(_NUM_FEATURES):
             rest = sum(matrix[i][j] * solution[j] for j in range(_NUM_FEATURES) if j != i)
-            solution[i] = max(0.01, (target[i] - rest) / matrix[i][i])
+            solution[i] = max(least[i], (target[i] - rest) / matrix[i][i])
     return solution
 
 

@@ -39,7 +39,8 @@ class EngineConfig:
         max_num_batched_tokens: Rows of one step.
         max_waiting: Requests that wait at a time; more are refused.
         itl_ratio: A step with prefill takes at most this many times what its decodes alone would take.
-        target_step_s: But a step may always take this long.
+        target_step_s: But a step may always take this long: a pause that no reader sees. 0 where decodes take
+            milliseconds (GPUs).
         cost: What steps are assumed to take until they were measured.
         tenants: Limits of the tenants that have their own; others have weight 1 and no floor.
         eos_token_ids: The model's stop ids, which do not end an answer with `ignore_eos`; where empty, no id does.
@@ -57,7 +58,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     max_waiting: int = 4096
     itl_ratio: float = 2.0
-    target_step_s: float = 0.0
+    target_step_s: float = 0.05
     cost: CostParameters = field(default_factory=CostParameters)
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
     eos_token_ids: frozenset[int] = frozenset()

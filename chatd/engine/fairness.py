@@ -43,10 +43,9 @@ class VirtualCounters:
         """Return the weighted tokens that a tenant has been served, lifts included."""
         return self._counters.get(tenant, 0.0)
 
-    @property
-    def active(self) -> Collection[Tenant]:
-        """Tenants with a request that has not ended."""
-        return self._num_requests.keys()
+    def num_requests(self, tenant: Tenant) -> int:
+        """Return how many requests of a tenant have not ended."""
+        return self._num_requests.get(tenant, 0)
 
     def enter(self, tenant: Tenant) -> None:
         """Count a new request. A tenant that returns is lifted to the smallest active counter."""

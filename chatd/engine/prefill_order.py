@@ -77,8 +77,10 @@ class PrefillOrder:
             candidates.append(self._waiting.of(name)[tenant].head)
         return min(candidates, key=self._waiting.key)
 
-    def _virtual_time(self, tenant: Tenant) -> tuple[float, str]:
-        return (self._counters.counter(tenant) + self._served.get(tenant, 0.0), tenant or "")
+    def _virtual_time(self, tenant: Tenant) -> tuple[float, int, str]:
+        """Return a tenant's place; one that just came is level with the smallest counter, and goes before it."""
+        served = self._counters.counter(tenant) + self._served.get(tenant, 0.0)
+        return (served, self._counters.num_requests(tenant), tenant or "")
 
     def _drop(self, request: Request) -> None:
         tenants = self._running.get(request.request_class, {})

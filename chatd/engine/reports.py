@@ -66,11 +66,22 @@ class Reporter:
         self._frame_changed = True
 
     def mark_changed(self) -> None:
-        """Note that something happened which frames and counters may show."""
-        self._frame_changed = self._stats_changed = True
+        """Note that something happened which a frame would show."""
+        self._frame_changed = True
+
+    def count_failed_step(self) -> None:
+        """Count a step that was discarded."""
+        self._stats_changed = True
+        self.num_failed_steps += 1
+
+    def count_integrity_error(self) -> None:
+        """Count an invariant that was found broken."""
+        self._stats_changed = self._frame_changed = True
+        self.integrity_errors += 1
 
     def count_step(self, now: float, step_s: float, model_s: float, num_output: int) -> None:
         """Count a committed step."""
+        self._stats_changed = True
         self.steps += 1
         self.step_s += step_s
         self.model_s += model_s

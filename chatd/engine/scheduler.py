@@ -242,9 +242,7 @@ class Scheduler:
             pairs = sum(draft.start + 1 for draft in self._drafts.values())
             decode_s = self.cost.parameters.step_s(rows, pairs)
             seconds = max(self.config.target_step_s, self.config.itl_ratio * decode_s) - decode_s
-        room = StepRoom(
-            self.cost.parameters, self.config.max_num_batched_tokens - rows, seconds, least=self.config.block_size
-        )
+        room = StepRoom(self.cost.parameters, self.config.max_num_batched_tokens - rows, seconds, least=1)
         order = PrefillOrder(prefills, self.waiting, self.counters, self.classes, admit=admit)
         while not room.is_full and (choice := order.next()) is not None:
             request, most = choice

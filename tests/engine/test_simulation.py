@@ -1,0 +1,178 @@
+"""The engine under everything at once: seeded runs with every invariant checked after every step.
+
+The witness (`chatd.testing_witness`) keeps what should be true; the runner's slots know where they came from. Under a
+hash and under a constant, in pools from roomy to hopeless.
+"""
+
+import logging
+
+import pytest
+import xxhash
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+
+from chatd.engine.messages import RequestClass
+from chatd.engine.sampling import SamplingParams
+from chatd.testing_simulation import SHAPES, Simulation, simulate
+from chatd.testing_witness import STOP_ID, VOCAB_SIZE, Shape, Witness, constant_hash
+
+HASHES = {"xxh3": xxhash.xxh3_128_digest, "constant": constant_hash}
+
+# 7 shapes × 2 hashes × 9 seeds × 800 steps: over 100,000 steps.
+SEEDS, STEPS = 9, 800
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Failed steps are logged with their traceback, thousands of times."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("hash_name", HASHES)
+@pytest.mark.parametrize("shape", range(len(SHAPES)))
+def test_every_invariant_holds_after_every_step(shape, hash_name):
+    counts = None
+    for seed in range(SEEDS):
+        run = simulate(1000 * shape + seed, STEPS, shape=SHAPES[shape], hash_function=HASHES[hash_name])
+        run.counts["preempted"] = run.core.scheduler.num_preemptions
+        run.counts["evicted"] = run.core.pool.num_evictions
+        counts = run.counts if counts is None else counts + run.counts
+    assert counts["steps"] >= SEEDS * STEPS
+    # A run in which nothing happens proves nothing.
+    for what in ("cached_tokens", "forked", "cancelled", "finished", "end failed", "preempted", "evicted", "end stop"):
+        assert counts[what] > 10, f"{what} hardly happened: {counts}"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_seed_gives_the_same_log_and_a_constant_hash_too(seed):
+    runs = [
+        simulate(seed, 300, shape=SHAPES[seed], keep_log=True, hash_function=hash_function)
+        for hash_function in (HASHES["xxh3"], HASHES["xxh3"], HASHES["constant"])
+    ]
+    assert runs[0].log == runs[1].log == runs[2].log
+    assert runs[0].counts == runs[1].counts == runs[2].counts
+    assert len(runs[0].log) > 300
+
+
+def answers(shape, **options):
+    """Run fixed turns with no cancels and no faults, and return all ids of all sessions."""
+    run = Simulation(5, shape, faults=False, **options)
+    sessions = [run.open_session(("acme", "blue")[number % 2]) for number in range(8)]
+    for turn in range(3):
+        for number, session in enumerate(sessions):
+            run.submit(session, len(session.token_ids), [1 + number % 3] * (5 + turn), SamplingParams(max_tokens=7))
+        while run.core.has_work:
+            run.step()
+    return [session.token_ids for session in sessions], run.core.scheduler.num_preemptions
+
+
+def test_caching_chunking_and_preemption_change_no_answer():
+    tenants = {"tenants": ("acme", "blue"), "floors": (0, 0), "weights": (1.0, 1.0), "max_leases": 20}
+    roomy = Shape(num_blocks=2000, max_num_batched_tokens=500, max_num_seqs=16, max_model_len=64, **tenants)
+    expected, none = answers(roomy)
+    tight, some = answers(Shape(num_blocks=17, max_num_batched_tokens=6, max_num_seqs=6, max_model_len=64, **tenants))
+    uncached, _ = answers(roomy, hash_function=_never_twice())
+    assert expected == tight == uncached
+    assert none == 0
+    assert some > 0
+
+
+def _never_twice():
+    number = iter(range(10**9))
+    return lambda data: next(number).to_bytes(8, "big")
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("hash_name", HASHES)
+@pytest.mark.parametrize("shape", range(len(SHAPES)))
+def test_every_invariant_holds_all_night(shape, hash_name):
+    for seed in range(200):
+        simulate(10**6 + 1000 * shape + seed, 2000, shape=SHAPES[shape], hash_function=HASHES[hash_name])
+
+
+class Conversations(RuleBasedStateMachine):
+    """The same witness, asked by hypothesis, which shrinks what it finds."""
+
+    sessions = Bundle("sessions")
+
+    @rule(target=sessions, tenant=st.sampled_from(("acme", "blue", "")))
+    def open_session(self, tenant):
+        return self.witness.open_session(tenant)
+
+    def __init__(self):
+        super().__init__()
+        tenants = {"tenants": ("acme", "blue"), "floors": (3, 0), "weights": (1.0, 2.0)}
+        self.witness = Witness(
+            Shape(num_blocks=14, max_model_len=40, max_num_seqs=3, max_num_batched_tokens=10, **tenants),
+            constant_hash,
+        )
+
+    @rule(
+        session=sessions,
+        keep=st.integers(0, 40),
+        new_ids=st.lists(st.integers(0, 2), min_size=1, max_size=13),
+        max_tokens=st.integers(1, 12),
+        stops=st.booleans(),
+        request_class=st.sampled_from(RequestClass),
+    )
+    def turn(self, session, keep, new_ids, max_tokens, stops, request_class):
+        if session.job is None and session in self.witness.sessions:
+            params = SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP_ID,) if stops else ())
+            self.witness.submit(session, min(keep, len(session.token_ids)), new_ids, params, request_class)
+
+    @rule(target=sessions, session=sessions, at=st.integers(0, 40))
+    def fork(self, session, at):
+        if session not in self.witness.sessions or len(self.witness.sessions) >= 9:
+            return multiple()
+        return self.witness.fork(session, min(at, len(session.token_ids)))
+
+    @rule(session=sessions, length=st.integers(0, 40))
+    def trim(self, session, length):
+        if session.job is None and session in self.witness.sessions:
+            self.witness.trim(session, length)
+
+    @rule(session=sessions)
+    def cancel(self, session):
+        if session.job is not None:
+            self.witness.cancel(session.job)
+
+    @rule(session=sessions, tokens=st.integers(0, 12))
+    def finish(self, session, tokens):
+        if session.job is not None:
+            job = session.job
+            self.witness.finish_at(job, min(job.num_prompt + tokens, len(session.token_ids)))
+
+    @rule(session=consumes(sessions))
+    def release(self, session):
+        if session in self.witness.sessions:
+            self.witness.release(session)
+
+    @precondition(lambda self: self.witness.jobs)
+    @rule(which=st.integers(0, 100), not_finite=st.booleans())
+    def break_a_request(self, which, not_finite):
+        job = list(self.witness.jobs.values())[which % len(self.witness.jobs)]
+        job.may_fail = True
+        runner = self.witness.runner
+        (runner.not_finite if not_finite else runner.failing).add(job.request)
+
+    @rule(steps=st.integers(1, 6))
+    def run_steps(self, steps):
+        for _ in range(steps):
+            self.witness.step()
+
+    @invariant()
+    def the_engine_is_whole(self):
+        self.witness.core.check_invariants()
+
+    def teardown(self):
+        self.witness.drain()
+
+
+Conversations.TestCase.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestConversations = Conversations.TestCase
+assert VOCAB_SIZE > 2
