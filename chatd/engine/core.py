@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 import xxhash
 
 from chatd.engine import invariants
+from chatd.engine.draft import Decision as Decision
 from chatd.engine.engine_config import EngineConfig as EngineConfig
 from chatd.engine.engine_config import TenantLimits as TenantLimits
 from chatd.engine.messages import (
@@ -47,7 +48,6 @@ from chatd.engine.messages import (
 from chatd.engine.plan import Plan, RequestId, Runner
 from chatd.engine.reports import Reporter
 from chatd.engine.request import Request, check_fits, stop_ids_of
-from chatd.engine.scheduler import Decision as Decision
 from chatd.engine.scheduler import Scheduler
 from chatd.errors import ChatdError, Conflict, InvalidRequest, NotFound, Unavailable
 from chatd.kvcache.block_pool import BlockPool

@@ -39,10 +39,13 @@ def choose_victim(running: Sequence[Request], needy: Request, *, safe_too: bool 
 
 
 def choose_over_block_share(
-    running: Sequence[Request], needy: Request, counters: VirtualCounters, pool: BlockPool
+    running: Sequence[Request], needy: Request, num_needed: int, counters: VirtualCounters, pool: BlockPool
 ) -> Request | None:
-    """Return whom a tenant under its share of blocks may preempt: the youngest of the one most over its own."""
-    if pool.account(needy.tenant).num_active >= counters.share(needy.tenant, pool.num_blocks):
+    """Return whom a tenant may preempt that stays within its share of blocks: the youngest of one over its own.
+
+    Who would be over its share afterwards has to wait: the other one could take the blocks back at once.
+    """
+    if pool.account(needy.tenant).num_active + num_needed > counters.share(needy.tenant, pool.num_blocks):
         return None
     over = {
         tenant

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from chatd.engine.fairness import ClassShares, Tenant, VirtualCounters, WaitingRequests
 from chatd.engine.messages import RequestClass
@@ -60,6 +60,13 @@ class PrefillOrder:
         if request.status is RequestStatus.WAITING:
             self._closed.add(request.tenant)
         self._drop(request)
+
+    def untried(self) -> Iterator[Request]:
+        """Yield the next one of each queue that was not reached: the step was full before."""
+        for name in RequestClass:
+            for tenant, queue in self._waiting.of(name).items():
+                if tenant not in self._closed:
+                    yield queue.head
 
     def close(self) -> None:
         """Admit nobody any more: what becomes free is for the one that waits for blocks."""

@@ -7,6 +7,7 @@ import sys
 from array import array
 from collections import deque
 
+from chatd.engine.draft import TenantCounts
 from chatd.engine.fairness import Tenant
 from chatd.engine.messages import (
     EngineMessage,
@@ -22,7 +23,7 @@ from chatd.engine.messages import (
     WatchPool,
 )
 from chatd.engine.request import RequestStatus
-from chatd.engine.scheduler import Scheduler, TenantCounts
+from chatd.engine.scheduler import Scheduler
 from chatd.kvcache.block_pool import SHARED
 from chatd.kvcache.leases import Lease, LeaseState
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from chatd.engine.messages import FinishReason, RequestClass, RequestTimings, WaitReason
 from chatd.engine.plan import RequestId, SampleSpec
 from chatd.engine.sampling import SamplingParams
 from chatd.errors import ContextLengthExceeded
-from chatd.kvcache.leases import Lease
+
+if TYPE_CHECKING:
+    from chatd.kvcache.leases import Lease
 
 
 class RequestStatus(Enum):

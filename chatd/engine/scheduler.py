@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from chatd.engine.cost_model import CostModel, StepRoom, num_pairs
+from chatd.engine.draft import Decision, Draft, TenantCounts, build_plan
 from chatd.engine.engine_config import EngineConfig
 from chatd.engine.fairness import (
     CACHED_TOKEN_COST,
@@ -36,7 +35,7 @@ from chatd.engine.messages import (
     Tokens,
     WaitReason,
 )
-from chatd.engine.plan import BlockCopy, Chunk, Plan, RequestId, StepOutput
+from chatd.engine.plan import Plan, RequestId, StepOutput
 from chatd.engine.preemption import choose_over_block_share, choose_over_slot_share, choose_victim
 from chatd.engine.prefill_order import PrefillOrder
 from chatd.engine.request import Request, RequestStatus
@@ -44,35 +43,6 @@ from chatd.errors import EngineError
 from chatd.kvcache.block import BlockId
 from chatd.kvcache.leases import LeaseState, LeaseTable
 from chatd.kvcache.manager import Allocation, KVCacheManager
-
-
-class Decision(NamedTuple):
-    """A line of the decision log: the same inputs give the same lines."""
-
-    step: int
-    verb: str
-    request_id: int
-    detail: tuple[float, ...]
-
-
-class TenantCounts:
-    """What a tenant has been served since start, in tokens."""
-
-    __slots__ = ("cached_tokens", "output_tokens", "prompt_tokens")
-
-    def __init__(self) -> None:
-        self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
-
-
-@dataclass(slots=True)
-class _Draft:
-    """One request's part of the plan in flight."""
-
-    request: Request
-    allocation: Allocation
-    start: int
-    num_tokens: int
-    is_decode: bool
 
 
 class Scheduler:
@@ -113,7 +83,7 @@ class Scheduler:
         self.counts: dict[Tenant, TenantCounts] = {}
         self.step = 0
         self.num_preemptions = 0
-        self._drafts: dict[RequestId, _Draft] = {}
+        self._drafts: dict[RequestId, Draft] = {}
         self._preempted_now: set[RequestId] = set()
         self._num_admissions = 0
         self._log = log
@@ -161,7 +131,13 @@ class Scheduler:
             self._place_prefills(prefills, now, admit=only is None)
         if not self._drafts:
             self._break_stall(now, only)
-        return self._build_plan() if self._drafts else None
+        if not self._drafts:
+            return None
+        self.step += 1
+        if self._log is not None:
+            for draft in self._drafts.values():
+                self._note("run", draft.request, draft.start, draft.num_tokens)
+        return build_plan(self.step, self._drafts.values(), self.config.block_size)
 
     def commit(self, plan: Plan, output: StepOutput, now: float) -> None:
         """Make the effects of a step visible: tokens, registered blocks, ends.
@@ -232,7 +208,7 @@ class Scheduler:
             self._preempt(victim)
             if victim is request:
                 return False
-        self._drafts[request.request_id] = _Draft(request, allocation, start, num_tokens, request.is_decode)
+        self._drafts[request.request_id] = Draft(request, allocation, start, num_tokens, request.is_decode)
         return True
 
     def _place_prefills(self, prefills: list[Request], now: float, *, admit: bool) -> None:
@@ -261,6 +237,8 @@ class Scheduler:
                 if request.why is WaitReason.NO_BLOCKS and self._is_under_block_share(request):
                     order.close()
                 order.skip(request)
+        for request in order.untried():
+            request.why = WaitReason.FAIR_SHARE
 
     def _rows(self, start: int, request: Request, room: StepRoom, most: int | None) -> int:
         rows = min(request.num_tokens - start, room.rows_after(start))
@@ -284,9 +262,10 @@ class Scheduler:
         start = self.kv.num_tokens_with(table, computed)
         num_tokens = self._rows(start, request, room, most)
         while not (allocation := self._allocate_admission(request, start + num_tokens, computed)):
-            victim = choose_over_block_share(self.running, request, self.counters, self.kv.pool)
+            needed = self.kv.num_missing_blocks(table, request.num_tokens + 1, computed)
+            victim = choose_over_block_share(self.running, request, needed, self.counters, self.kv.pool)
             if victim is None:
-                self.leases.set_state(request.lease, LeaseState.QUEUED)
+                self.leases.set_state(request.lease, LeaseState.QUEUED, is_offer=False)
                 request.why = WaitReason.NO_BLOCKS
                 request.retry_at = self._num_changes()
                 return 0
@@ -300,7 +279,7 @@ class Scheduler:
             request.admitted_s = now
             request.num_cached_tokens = start
             request.num_charged_tokens = start
-        self._drafts[request.request_id] = _Draft(request, allocation, start, num_tokens, is_decode=False)
+        self._drafts[request.request_id] = Draft(request, allocation, start, num_tokens, is_decode=False)
         self._note("admit", request, start, num_tokens)
         return num_tokens
 
@@ -340,35 +319,16 @@ class Scheduler:
             if not self._admit(request, room, None, now):
                 self._end(request, FinishReason.KV_EXHAUSTED, now)
 
-    def _build_plan(self) -> Plan:
-        self.step += 1
-        chunks: list[Chunk] = []
-        copies: list[BlockCopy] = []
-        for request_id, draft in self._drafts.items():
-            lease = draft.request.lease
-            end = draft.start + draft.num_tokens
-            ids = lease.token_ids
-            sample = draft.request.sample_spec() if end == len(ids) else None
-            chunks.append(Chunk(request_id, draft.start, ids[draft.start : end], lease.table.block_ids, sample))
-            source, target = draft.allocation.copy_source, draft.allocation.copy_target
-            if source is not None and target is not None:
-                copies.append(BlockCopy(source, target))
-        plan = Plan(self.step, chunks, copies, self.config.block_size)
-        if self._log is not None:
-            for draft in self._drafts.values():
-                self._note("run", draft.request, draft.start, draft.num_tokens)
-        return plan
-
     # Parts of commit.
 
-    def _take_drafts(self, plan: Plan) -> list[_Draft]:
+    def _take_drafts(self, plan: Plan) -> list[Draft]:
         assert plan.step == self.step, f"plan {plan.step} is not the one in flight, which is {self.step}"
         assert self._drafts, f"plan {plan.step} is not in flight any more"
         drafts = list(self._drafts.values())
         self._drafts.clear()
         return drafts
 
-    def _commit_prefill(self, draft: _Draft, end: int) -> None:
+    def _commit_prefill(self, draft: Draft, end: int) -> None:
         request = draft.request
         counts = self.counts[request.tenant]
         if not request.is_started:

@@ -157,8 +157,8 @@ class LeaseTable:
             self.num_tokens -= removed
         self._manager.trim(lease.table, num_tokens)
 
-    def set_state(self, lease: Lease, state: LeaseState) -> None:
-        """Move a lease to the end of the order of its new state."""
+    def set_state(self, lease: Lease, state: LeaseState, *, is_offer: bool = True) -> None:
+        """Move a lease to the end of the order of its new state; `is_offer` is False where it was there just before."""
         if lease.state is not LeaseState.ACTIVE:
             holders = self._reclaimable[lease.state].get(lease.tenant)
             if holders is not None:
@@ -166,7 +166,7 @@ class LeaseTable:
             self._idle.pop(lease.lease_id, None)
         lease.state = state
         if state is not LeaseState.ACTIVE:
-            self.num_offered += 1
+            self.num_offered += is_offer
             self._manager.adopt(lease.table)
             if lease.table.block_ids:
                 self._reclaimable[state].setdefault(lease.tenant, OrderedDict())[lease.lease_id] = lease

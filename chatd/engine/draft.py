@@ -1,0 +1,65 @@
+"""The plan in the making: what each request was given in it, and the lines of the decision log."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from chatd.engine.plan import BlockCopy, Chunk, Plan
+from chatd.engine.request import Request
+from chatd.kvcache.manager import Allocation
+
+
+class Decision(NamedTuple):
+    """A line of the decision log: the same inputs give the same lines."""
+
+    step: int
+    verb: str
+    request_id: int
+    detail: tuple[float, ...]
+
+
+class TenantCounts:
+    """What a tenant has been served since start, in tokens."""
+
+    __slots__ = ("cached_tokens", "output_tokens", "prompt_tokens")
+
+    def __init__(self) -> None:
+        self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+
+
+@dataclass(slots=True)
+class Draft:
+    """One request's part of the plan that is being made, or in flight.
+
+    Attributes:
+        request: Whose.
+        allocation: The slots that were taken for it.
+        start: Its first row's position.
+        num_tokens: Its rows.
+        is_decode: Whether it draws the next token of an answer with one row.
+    """
+
+    request: Request
+    allocation: Allocation
+    start: int
+    num_tokens: int
+    is_decode: bool
+
+
+def build_plan(step: int, drafts: Collection[Draft], block_size: int) -> Plan:
+    """Return the plan that the runner gets; it reads tokens and block tables of the leases, and copies no history."""
+    chunks: list[Chunk] = []
+    copies: list[BlockCopy] = []
+    for draft in drafts:
+        request, allocation = draft.request, draft.allocation
+        ids = request.lease.token_ids
+        end = draft.start + draft.num_tokens
+        sample = request.sample_spec() if end == len(ids) else None
+        chunks.append(
+            Chunk(request.request_id, draft.start, ids[draft.start : end], request.lease.table.block_ids, sample)
+        )
+        if allocation.copy_source is not None and allocation.copy_target is not None:
+            copies.append(BlockCopy(allocation.copy_source, allocation.copy_target))
+    return Plan(step, chunks, copies, block_size)
