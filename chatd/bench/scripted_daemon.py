@@ -57,6 +57,7 @@ class _Session:
     items: list[p.Item] = field(default_factory=list)
     ring: list[p.Event] = field(default_factory=list)
     seq: int = 0
+    touched: int = 0
     response: str | None = None
     task: asyncio.Task[None] | None = None
     cancelled: bool = False
@@ -69,7 +70,7 @@ class _Session:
             title=self.title,
             model=model.id,
             created_at=NOW,
-            updated_at=NOW + self.seq,
+            updated_at=NOW + self.touched,
             num_items=len(self.items),
             context_used=used,
             context_max=model.context,
@@ -129,6 +130,7 @@ class ScriptedDaemon:
         self._frame_bytes = frame_bytes
         self._port = port
         self._ids = itertools.count(1)
+        self._clock = itertools.count(1)
         self._answers: dict[str, p.Event] = {}
         self._attached: dict[ServerConnection, set[str]] = {}
         self._pool_wishes: dict[ServerConnection, p.PoolSubscribe] = {}
@@ -499,6 +501,7 @@ class ScriptedDaemon:
     async def _emit(self, session: _Session, event: Any) -> p.Event:
         """Give a transcript event its `seq`, keep it for replay and send it; `re` stays with the sender."""
         session.seq += 1
+        session.touched = next(self._clock)
         stamped: p.Event = msgspec.structs.replace(event, seq=session.seq)
         session.ring.append(
             msgspec.structs.replace(event, seq=session.seq, re=None) if hasattr(event, "re") else stamped

@@ -46,15 +46,13 @@ from chatd_tui.screens.help import HelpScreen, LinkScreen
 from chatd_tui.screens.pool import PoolScreen
 from chatd_tui.theme import CHATD
 from chatd_tui.views import WAIT_REASONS, ItemView, MeterView, SessionRow, short_number
-from chatd_tui.widgets.composer import Composer
-from chatd_tui.widgets.meter import Meter
-from chatd_tui.widgets.session_list import SessionList
-from chatd_tui.widgets.status import StatusLine, StatusView, TitleBar, TitleView
-from chatd_tui.widgets.transcript import Transcript, UserMessage
+from chatd_tui.widgets.status import StatusView, TitleView
+from chatd_tui.widgets.transcript import UserMessage
 from chatd_tui.widgets.welcome import WelcomeView
 
 QUIT_WINDOW_S = 2.0
 RATE_WINDOW_S = 3.0
+ANSWERING = StatusView("busy", "answering", "Esc stops it")
 
 
 class Rate:
@@ -129,7 +127,7 @@ class ChatApp(App[None]):
             self._hello = hello
             model = hello.model
             view = WelcomeView(clean_line(model.id, 60), model.context, model.blocks, model.block_size)
-            self.chat.query_one(Transcript).update_welcome(view)
+            self.chat.transcript.update_welcome(view)
             self._draw_meter(context_max=model.context)
         self._draw_title(state)
         if state.phase is ConnectionPhase.CLOSED and state.error is not None:
@@ -149,7 +147,7 @@ class ChatApp(App[None]):
             return
         await self._show_items(snapshot)
         self._busy = snapshot.response is not None
-        self._set_status(StatusView("busy", "answering", "Esc stops it") if self._busy else StatusView())
+        self._set_status(_progress(snapshot) if self._busy else StatusView())
         usage = snapshot.state.usage or {}
         self._draw_meter(context_used=usage.get("context_used", snapshot.session.context_used))
         self._draw_title(None)
@@ -160,7 +158,7 @@ class ChatApp(App[None]):
             items.insert(0, ItemView("system", "system", clean(snapshot.session.system)))
         answers = [item.text for item in items if item.role == "assistant" and item.done]
         self._last_answer = answers[-1] if answers else ""
-        await self.chat.query_one(Transcript).show(items)
+        await self.chat.transcript.show(items)
 
     async def on_session_news(self, message: messages.SessionNews) -> None:
         """Apply one event of the session on the screen."""
@@ -168,13 +166,13 @@ class ChatApp(App[None]):
             await self._apply(message.event)
 
     async def _apply(self, event: Event) -> None:
-        transcript = self.chat.query_one(Transcript)
+        transcript = self.chat.transcript
         match event:
             case OutputTextDelta():
                 transcript.extend(event.item_id, clean(event.delta))
                 self._draw_meter(tok_s=self._rate.add(time.monotonic(), event.n_tokens))
-                if self._status().text != "answering":
-                    self._set_status(StatusView("busy", "answering", "Esc stops it"))
+                if self._status() != ANSWERING:
+                    self._set_status(ANSWERING)
             case ItemAdded():
                 await transcript.add(ItemView.of(event.item))
             case ResponseCreated():
@@ -189,17 +187,13 @@ class ChatApp(App[None]):
                 self._fail(event)
             case ResponseQueued():
                 self._busy = True
-                place = "next in line" if event.position <= 1 else f"number {event.position} in line"
-                reason = WAIT_REASONS.get(event.why, clean_line(event.why, 40))
-                self._set_status(StatusView("busy", f"waiting, {place}", reason))
+                self._set_status(_queued_view(event.position, event.why))
             case ResponsePrefill():
-                done = f"{short_number(event.done)} of {short_number(event.total)} tokens"
-                cached = f"{short_number(event.cached)} from the cache" if event.cached else ""
-                self._set_status(StatusView("busy", f"reading the prompt, {done}", cached))
+                self._set_status(_prefill_view(event.done, event.total, event.cached))
             case ResponsePreempted():
                 self._set_status(StatusView("busy", "set aside for want of memory", "it goes on by itself"))
             case ResponseResumed():
-                self._set_status(StatusView("busy", "answering", "Esc stops it"))
+                self._set_status(ANSWERING)
             case SessionUsage():
                 self._draw_meter(context_used=event.context_used, context_max=event.context_max)
             case SessionUpdated():
@@ -214,7 +208,7 @@ class ChatApp(App[None]):
         self._busy = False
         view = ItemView.of(event.item, event.usage, event.timings)
         self._last_answer = view.text
-        self.chat.query_one(Transcript).finish(view)
+        self.chat.transcript.finish(view)
         self._set_status(StatusView())
         used = event.usage.input_tokens + event.usage.output_tokens
         self._draw_meter(ttft_ms=event.timings.ttft_ms, tok_s=event.timings.decode_tok_s or None, context_used=used)
@@ -222,7 +216,7 @@ class ChatApp(App[None]):
 
     def _fail(self, event: ResponseFailed) -> None:
         self._busy = False
-        transcript = self.chat.query_one(Transcript)
+        transcript = self.chat.transcript
         answer = transcript.answer_in_progress()
         text = answer.text if answer is not None and answer.item_id == event.item_id else ""
         note = clean_line(event.error.message, 300)
@@ -231,7 +225,7 @@ class ChatApp(App[None]):
         if said:
             # The daemon rolled the turn back, so what was said is not in the conversation.
             said[-1].add_class("-lost")
-            self.chat.query_one(Composer).take_back(said[-1].text)
+            self.chat.composer.take_back(said[-1].text)
         self._set_status(StatusView("error", note, clean_line(event.error.hint or "")))
 
     def on_pool_changed(self, message: messages.PoolChanged) -> None:
@@ -255,7 +249,7 @@ class ChatApp(App[None]):
         """Show why something was not done, and give the text back."""
         self._show_error(message.error)
         if message.text is not None:
-            self.chat.query_one(Composer).take_back(message.text)
+            self.chat.composer.take_back(message.text)
 
     # Wishes of the person.
 
@@ -264,7 +258,7 @@ class ChatApp(App[None]):
         if self._busy:
             self._set_status(StatusView("warning", "an answer is in progress", "Esc stops it, then send"))
             return
-        composer = self.chat.query_one(Composer)
+        composer = self.chat.composer
         composer.clear()
         self._set_status(StatusView("busy", "sending"))
         self.link.send(message.text)
@@ -279,9 +273,9 @@ class ChatApp(App[None]):
         self._set_status(StatusView())
         self._draw_meter(context_used=0 if session is None else None)
         if session is None:
-            await self.chat.query_one(Transcript).show([])
+            await self.chat.transcript.show([])
         self.chat.close_overlay()
-        self.chat.query_one(Composer).focus()
+        self.chat.composer.focus()
         await self.link.open(session)
         self._draw_sessions()
         self._draw_title(None)
@@ -317,7 +311,7 @@ class ChatApp(App[None]):
 
     def action_copy_answer(self) -> None:
         """Copy the last answer to the clipboard and to a file."""
-        answer = self.chat.query_one(Transcript).answer_in_progress()
+        answer = self.chat.transcript.answer_in_progress()
         text = answer.text if answer is not None and answer.text else self._last_answer
         if not text:
             self._set_status(StatusView("notice", "there is no answer to copy yet"))
@@ -351,7 +345,7 @@ class ChatApp(App[None]):
 
     def action_interrupt(self) -> None:
         """Copy the selection, if there is one; pressed twice, quit."""
-        composer = self.chat.query_one(Composer)
+        composer = self.chat.composer
         selected = composer.selected_text or self.screen.get_selected_text()
         if selected:
             self.copy_to_clipboard(selected)
@@ -367,10 +361,10 @@ class ChatApp(App[None]):
     # Drawing.
 
     def _status(self) -> StatusView:
-        return self.chat.query_one(StatusLine).view
+        return self.chat.status_line.view
 
     def _set_status(self, view: StatusView) -> None:
-        self.chat.query_one(StatusLine).view = view
+        self.chat.status_line.view = view
 
     def _show_error(self, error: ChatdError) -> None:
         hint = error.hint or ""
@@ -382,15 +376,15 @@ class ChatApp(App[None]):
         fields = {name: getattr(self._meter, name) for name in MeterView.__dataclass_fields__}
         known = {name: value for name, value in changes.items() if value is not None or name == "context_used"}
         self._meter = MeterView(**{**fields, **known})
-        self.chat.query_one(Meter).view = self._meter
+        self.chat.meter.view = self._meter
 
     def _draw_sessions(self) -> None:
         rows = [SessionRow.of(info, self.link.session) for info in self._sessions]
-        self.chat.query_one(SessionList).show(rows)
+        self.chat.sessions.show(rows)
         self._draw_title(None)
 
     def _draw_title(self, state: ConnectionState | None) -> None:
-        bar = self.chat.query_one(TitleBar)
+        bar = self.chat.title_bar
         before = bar.view
         phase, connection = before.phase, before.connection
         if state is not None:
@@ -419,6 +413,31 @@ def _connection_text(state: ConnectionState) -> str:
             return f"{reason}, again in {state.retry_in_s:.0f} s" if state.retry_in_s >= 1 else reason
         case ConnectionPhase.CLOSED:
             return "not connected"
+
+
+def _queued_view(position: int, why: str) -> StatusView:
+    place = "next in line" if position <= 1 else f"number {position} in line"
+    return StatusView("busy", f"waiting, {place}", WAIT_REASONS.get(why, clean_line(why, 40)))
+
+
+def _prefill_view(done: int, total: int, cached: int) -> StatusView:
+    progress = f"{short_number(done)} of {short_number(total)} tokens"
+    return StatusView(
+        "busy", f"reading the prompt, {progress}", f"{short_number(cached)} from the cache" if cached else ""
+    )
+
+
+def _progress(snapshot: Snapshot) -> StatusView:
+    """Return the status of an answer that was in progress when its session was opened."""
+    state = snapshot.state
+    answer = snapshot.items[-1] if snapshot.items else None
+    if answer is not None and answer.role == "assistant" and answer.content:
+        return ANSWERING
+    if state.prefill is not None:
+        return _prefill_view(*(int(state.prefill.get(name, 0)) for name in ("done", "total", "cached")))
+    if state.queued is not None:
+        return _queued_view(int(state.queued.get("position", 1)), str(state.queued.get("why", "")))
+    return StatusView("busy", "thinking", "Esc stops it")
 
 
 def run_app(url: str, key: str | None = None, *, on_exit: Callable[[], None] | None = None) -> None:

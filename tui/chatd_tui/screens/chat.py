@@ -52,22 +52,28 @@ class ChatScreen(Screen[None]):
     def __init__(self) -> None:
         super().__init__()
         self._sessions_wanted: bool | None = None
+        self.title_bar = TitleBar()
+        self.sessions = SessionList(id="sessions")
+        self.transcript = Transcript(id="transcript")
+        self.status_line = StatusLine()
+        self.composer = Composer(id="composer")
+        self.meter = Meter()
 
     def compose(self) -> ComposeResult:
         """Lay out."""
-        yield TitleBar()
+        yield self.title_bar
         with Horizontal(id="body"):
-            yield SessionList(id="sessions")
+            yield self.sessions
             with Vertical(id="conversation"):
-                yield Transcript(id="transcript")
-                yield StatusLine()
-                yield Composer(id="composer")
-        yield Meter()
+                yield self.transcript
+                yield self.status_line
+                yield self.composer
+        yield self.meter
         yield KeyLine(KEYS)
 
     def on_mount(self) -> None:
         """Begin at the input."""
-        self.query_one(Composer).focus()
+        self.composer.focus()
         self._arrange(self.size.width, self.size.height)
 
     def on_resize(self, event: events.Resize) -> None:
@@ -82,19 +88,19 @@ class ChatScreen(Screen[None]):
         self.set_class(shown, "-sessions")
 
     def action_toggle_sessions(self) -> None:
-        """Show or hide the sessions; shown, they have the keyboard."""
-        shown = not self.has_class("-sessions")
-        sessions = self.query_one(SessionList)
-        if not shown or (self.has_class("-sessions") and sessions.has_focus):
-            self.query_one(Composer).focus()
-        self._sessions_wanted = shown
+        """Show the sessions and give them the keyboard; hide them when they have it."""
+        if self.has_class("-sessions") and self.sessions.has_focus:
+            self._sessions_wanted = False
+            self._arrange(self.size.width, self.size.height)
+            self.composer.focus()
+            return
+        self._sessions_wanted = True
         self._arrange(self.size.width, self.size.height)
-        if shown:
-            sessions.focus()
+        self.sessions.focus()
 
     def action_scroll_transcript(self, pages: int) -> None:
         """Scroll the transcript from the input."""
-        transcript = self.query_one(Transcript)
+        transcript = self.transcript
         if pages < 0:
             transcript.scroll_page_up(animate=False)
         else:
@@ -102,17 +108,17 @@ class ChatScreen(Screen[None]):
 
     def action_first_messages(self) -> None:
         """Draw the messages above and go to the first one."""
-        transcript = self.query_one(Transcript)
+        transcript = self.transcript
         transcript.show_earlier()
         transcript.scroll_home(animate=False)
 
     def close_overlay(self) -> bool:
         """Hide the sessions where they lie over the transcript; False if there was nothing to hide."""
-        sessions = self.query_one(SessionList)
+        sessions = self.sessions
         if self.has_class("-narrow") and self.has_class("-sessions"):
             self._sessions_wanted = None
             self._arrange(self.size.width, self.size.height)
         elif not sessions.has_focus:
             return False
-        self.query_one(Composer).focus()
+        self.composer.focus()
         return True

@@ -20,7 +20,7 @@ class Composer(TextArea):
 
     DEFAULT_CSS = """
     Composer {
-        height: auto; min-height: 3; max-height: 10; padding: 0 1; scrollbar-size-vertical: 1;
+        height: 3; padding: 0 1; scrollbar-size-vertical: 1;
         background: $surface; border: round $line;
         &:focus { border: round $primary; }
         & .text-area--cursor-line { background: transparent; }
@@ -40,6 +40,22 @@ class Composer(TextArea):
             highlight_cursor_line=False,
             placeholder="Ask something…",
         )
+        self._num_lines = 1
+
+    def on_text_area_changed(self) -> None:
+        """Be as high as the text."""
+        self._fit()
+
+    def on_resize(self) -> None:
+        """Be as high as the text is at another width."""
+        self._fit()
+
+    def _fit(self) -> None:
+        # Setting a height lays the whole screen out anew, so it is set only when it changes.
+        lines = min(MAX_LINES, max(1, self.wrapped_document.height))
+        if lines != self._num_lines:
+            self._num_lines = lines
+            self.styles.height = lines + 2
 
     async def _on_key(self, event: events.Key) -> None:
         if event.key == "enter":

@@ -76,6 +76,8 @@ class Transcript(VerticalScroll):
 
     async def show(self, items: Sequence[ItemView]) -> None:
         """Draw these messages instead of what is there."""
+        if not self.is_attached:
+            return
         self._answer = None
         self._earlier = list(items[:-SHOWN_ITEMS])
         widgets = [self._widget(item) for item in items[-SHOWN_ITEMS:]]
@@ -89,7 +91,7 @@ class Transcript(VerticalScroll):
 
     async def add(self, item: ItemView) -> None:
         """Draw one more message, at the end."""
-        if any(getattr(child, "item_id", None) == item.id for child in self.children):
+        if not self.is_attached or any(getattr(child, "item_id", None) == item.id for child in self.children):
             return
         await self.query(Welcome).remove()
         self.remove_class("-empty")
