@@ -56,10 +56,10 @@ def replying(text: str) -> Callable[[list[int]], list[int]]:
 class FakeBackend:
     """Opens the daemon over a scripted engine."""
 
-    def __init__(self, daemon: Daemon, engine: TickingEngine, limits: SessionLimits | None) -> None:
+    def __init__(self, daemon: Daemon, engine: Any, limits: SessionLimits | None, max_tokens: int | None) -> None:
         self.daemon = daemon
         self.engine = engine
-        self.manager: SessionManager = make_manager(engine, limits=limits)
+        self.manager: SessionManager = make_manager(engine, limits=limits, max_tokens=max_tokens)
         self.manager.boot = daemon.boot
         self._ticking: asyncio.Task[None] | None = None
         self.gate = asyncio.Event()
@@ -177,6 +177,8 @@ async def running_daemon(
     *,
     keys_file: Path | None = None,
     limits: SessionLimits | None = None,
+    max_tokens: int | None = 64,
+    engine: Any = None,
     is_open: bool = True,
     **sections: dict[str, Any],
 ) -> AsyncIterator[Running]:
@@ -188,14 +190,14 @@ async def running_daemon(
             keys[user] = create_key(path, tenant=tenant, user=user, operator=user == "ann")
     server = {"port": 0, "keys_file": path, **sections.pop("server", {})}
     settings = Settings(server=server, **sections)
-    engine = TickingEngine(reply or replying("hello"))
+    engine = engine or TickingEngine(reply or replying("hello"))
     stop = asyncio.Event()
     opened: asyncio.Future[Serving] = asyncio.get_running_loop().create_future()
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     made: list[FakeBackend] = []
 
     def make_backend(daemon: Daemon, _settings: Settings) -> Any:
-        made.append(FakeBackend(daemon, engine, limits))
+        made.append(FakeBackend(daemon, engine, limits, max_tokens))
         if not is_open:
             made[0].gate.clear()
         return made[0]
