@@ -1,7 +1,8 @@
 """Which launcher runs an operation on which device.
 
 A launcher is the function of the operation's name in `chatd_kernels.<operation>.<backend>`; a backend serves a device
-type. Modules are imported when first used, so that a machine without a GPU never imports Triton, and the other way round.
+type. Modules are imported when first used, so that a machine without a GPU never imports Triton, and the other way
+round.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The memory of the paged KV cache and the one object that knows its layout.
 
-A block is one contiguous range, `[num_layers, 2, num_kv_heads, block_size * head_dim]`, so copying, swapping or saving a
-block is one copy. Inside one (layer, head) tile the layout is chosen for the kernels:
+A block is one contiguous range, `[num_layers, 2, num_kv_heads, block_size * head_dim]`, so copying, swapping or
+saving a block is one copy. Inside one (layer, head) tile the layout is chosen for the kernels:
 
     K  [block_size / 16, head_dim, 16]   16 positions side by side: scores of 16 positions are one vector
     V  [block_size, head_dim]            an output's 16 dimensions are one vector

@@ -1,21 +1,16 @@
 """Dot products in registers: what attention's scores and the linear layers are made of.
 
-A variant holds `rows` x `panels` vectors of 16 sums. Each sum is `fma` over the inner dimension in order, starting at 0,
-in every variant: how many a variant holds changes its speed, never a bit. Six rows of one vector fill AVX2's sixteen
-registers (a vector is two there).
+A variant holds `rows` x `panels` vectors of 16 sums. Each sum is `fma` over the inner dimension in order, starting at
+0, in every variant: how many a variant holds changes its speed, never a bit. Six rows of one vector fill AVX2's
+sixteen registers (a vector is two there).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
-from llvmlite.binding import get_process_triple
-from numba import config, types
-from numba.core import cgutils
-from numba.core.codegen import get_host_cpu_features
-from numba.extending import intrinsic
-
+from chatd_kernels.jit import binding, cgutils, codegen, config, ir, llvm, types
 from chatd_kernels.vector import (
     F32_VECTOR,
     FLOAT_BYTES,
@@ -40,20 +35,20 @@ def constant(value: int) -> Any:
 
 
 def define(name: str, num_arguments: int, codegen: Any) -> Any:
-    """An intrinsic of int64 arguments that returns nothing."""
+    """An operation of int64 arguments that returns nothing."""
     signature = types.void(*([types.int64] * num_arguments))
     names = ", ".join(f"a{i}" for i in range(num_arguments))
     # numba takes the number of arguments from the function's own signature: the def line is made to measure.
     scope = {"signature": signature, "codegen": codegen}
     exec(f"def {name}(typingctx, {names}):\n    return signature, codegen\n", scope)  # noqa: S102
-    return intrinsic(scope[name])
+    return llvm(scope[name])
 
 
 def cpu_features() -> frozenset[str]:
     """Features of the CPU that numba compiles for, such as "+avx2"; empty where it is no x86."""
-    if not get_process_triple().startswith(("x86_64", "i386", "i686")):
+    if not binding.get_process_triple().startswith(("x86_64", "i386", "i686")):
         return frozenset()
-    features = config.CPU_FEATURES if config.CPU_FEATURES is not None else get_host_cpu_features()
+    features = config.CPU_FEATURES if config.CPU_FEATURES is not None else codegen.get_host_cpu_features()
     return frozenset(features.split(","))
 
 
@@ -129,13 +124,7 @@ class Int8Product(Product):
 
 
 def emit_dot(
-    builder: Any,
-    kind: Product,
-    x_rows: list[Any],
-    x_step: int,
-    weights: list[Any],
-    targets: list[list[Any]],
-    size: Any,
+    builder: Any, kind: Product, x_rows: list[Any], x_step: int, weights: list[Any], targets: list[list[Any]], size: Any
 ) -> None:
     """Emit the products of rows and panels, all in registers, and store the sums as float32 at the targets.
 
@@ -166,10 +155,10 @@ def emit_dot(
 
 
 def make_dot(rows: int, panels: int, half: bool) -> Any:
-    """An intrinsic `(x, x_stride, w0[, w1 ..], out, out_stride, size)`: products of rows and panels anywhere.
+    """An operation `(x, x_stride, w0[, w1 ..], out, out_stride, size)`: products of rows and panels anywhere.
 
-    Row r of `x` is `size` float32 at `x + r * x_stride`; a panel is `[size, 16]`; the 16 sums of row r and panel p go to
-    `out + r * out_stride + p * 64`. `size` is a multiple of 4, strides are bytes.
+    Row r of `x` is `size` float32 at `x + r * x_stride`; a panel is `[size, 16]`; the 16 sums of row r and panel p go
+    to `out + r * out_stride + p * 64`. `size` is a multiple of 4, strides are bytes.
     """
     kind = FloatProduct(half)
 
@@ -190,33 +179,62 @@ def make_dot(rows: int, panels: int, half: bool) -> Any:
 
 
 MAX_ROWS = 12 if HAS_AVX512 else 6
-"""Rows that `make_dot_rows` takes at a time: as many sums as leave registers for the operands."""
+"""Rows of interleaved `make_dot_rows`: as many sums as leave registers for the operands."""
+
+MAX_STRIDED_ROWS = 6
+"""Rows of other variants: each needs an address of its own."""
+
+
+def switch_on_rows(builder: Any, rows: Any, most: int, emit: Callable[[int], None]) -> None:
+    """Emit one variant for each number of rows from 1 to `most`, and the choice at run time."""
+    done = builder.append_basic_block("rows.done")
+    switch = builder.switch(rows, done)
+    for count in range(1, most + 1):
+        block = builder.append_basic_block(f"rows.{count}")
+        switch.add_case(constant(count), block)
+        builder.position_at_end(block)
+        emit(count)
+        builder.branch(done)
+    builder.position_at_end(done)
 
 
 def make_dot_rows(kind: Product) -> Any:
-    """An intrinsic `(rows, x, w, out, out_stride, size)`: `rows` rows, 1 to MAX_ROWS, chosen at run time, and a panel.
+    """An operation `(rows, x, w, out, out_stride, size)`: `rows` rows, 1 to MAX_ROWS, and one panel.
 
-    Like `make_dot` with one panel, but the rows are interleaved, so that one pointer serves them all: `x` is
-    `[size / step, rows, step]`. (Several panels at once would hide more latency with few rows, but weights stream from
-    memory then, and one stream is up to twice as fast as two.)
+    Like `make_dot`, but the rows are interleaved, so that one pointer serves them all: `x` is `[size / step, rows,
+    step]`. (Several panels at once would hide more latency with few rows, but weights stream from memory then, and
+    one stream is up to twice as fast as two.)
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rows, x, weight, out, out_stride, size = args
-        done = builder.append_basic_block("dot.done")
-        switch = builder.switch(rows, done)
-        for count in range(1, MAX_ROWS + 1):
-            block = builder.append_basic_block(f"dot.rows{count}")
-            switch.add_case(constant(count), block)
-            builder.position_at_end(block)
+
+        def emit(count: int) -> None:
             x_rows = [builder.add(x, constant(r * kind.step * kind.x_bytes)) for r in range(count)]
             targets = [[builder.add(out, builder.mul(out_stride, constant(r)))] for r in range(count)]
             emit_dot(builder, kind, x_rows, count, [weight], targets, size)
-            builder.branch(done)
-        builder.position_at_end(done)
+
+        switch_on_rows(builder, rows, MAX_ROWS, emit)
         return context.get_dummy_value()
 
     return define(f"dot_rows_{kind.name}", 6, codegen)
+
+
+def make_dot_strided(kind: Product) -> Any:
+    """An operation `(rows, x, x_stride, w, out, out_stride, size)`: 1 to MAX_STRIDED_ROWS rows and one panel."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rows, x, x_stride, weight, out, out_stride, size = args
+
+        def emit(count: int) -> None:
+            x_rows = [builder.add(x, builder.mul(x_stride, constant(r))) for r in range(count)]
+            targets = [[builder.add(out, builder.mul(out_stride, constant(r)))] for r in range(count)]
+            emit_dot(builder, kind, x_rows, 1, [weight], targets, size)
+
+        switch_on_rows(builder, rows, MAX_STRIDED_ROWS, emit)
+        return context.get_dummy_value()
+
+    return define(f"dot_strided_{kind.name}", 7, codegen)
 
 
 def _multiply_add_pairs(builder: Any, total: Any, pair: Any, weights: Any) -> Any:

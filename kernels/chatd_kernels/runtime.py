@@ -8,9 +8,9 @@ first counter (`next_item`) until none is left; a thread that needs scratch memo
 Threads are those of torch's own OpenMP team, entered by `GOMP_parallel` of the libgomp in torch's library folder: no
 second pool, about 3 µs a launch. Where there is none (macOS, Windows), kernels run on the calling thread.
 
-Idle OpenMP threads spin, and on a shared machine that makes a step ten times slower. Whoever starts the engine's process
-sets OMP_WAIT_POLICY=PASSIVE in its environment: libgomp reads it when it is loaded, that is before torch is imported, so
-it is too late to set it here.
+Idle OpenMP threads spin, and on a shared machine that makes a step ten times slower. Whoever starts the engine's
+process sets OMP_WAIT_POLICY=PASSIVE in its environment: libgomp reads it when it is loaded, that is before torch is
+imported, so it is too late to set it here.
 
 Compiled code is kept in the user's cache folder, under a digest of this package's source; numba keys it by CPU inside.
 """
@@ -26,15 +26,14 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import llvmlite
-import numba
 import torch
-from numba import cfunc, njit, types
 
+from chatd_kernels.jit import VERSIONS, cfunc, config, jit, types
 from chatd_kernels.vector import fetch_add, load_i64
 
 OPERATIONS = ("copy_blocks", "linear", "paged_attention", "rms_norm", "rope_kv_write", "silu_mul")
@@ -44,22 +43,25 @@ OPERATIONS = ("copy_blocks", "linear", "paged_attention", "rms_norm", "rope_kv_w
 # Inside kernels ----------------------------------------------------------------------------------
 
 
-@njit  # type: ignore[untyped-decorator]
+@jit
 def next_item(frame: int) -> int:
     """Take the number of the next item of work."""
-    return fetch_add(frame, 1)
+    item: int = fetch_add(frame, 1)
+    return item
 
 
-@njit  # type: ignore[untyped-decorator]
+@jit
 def claim_worker(frame: int) -> int:
     """Take this thread's number, 0 <= number < threads of the launch."""
-    return fetch_add(frame + 8, 1)
+    number: int = fetch_add(frame + 8, 1)
+    return number
 
 
-@njit  # type: ignore[untyped-decorator]
+@jit
 def argument(frame: int, index: int) -> int:
     """The launch's argument number `index`, counted from 0."""
-    return load_i64(frame + (2 + index) * 8)
+    value: int = load_i64(frame + (2 + index) * 8)
+    return value
 
 
 # Threads -----------------------------------------------------------------------------------------
@@ -172,13 +174,13 @@ class Kernel:
         with self._lock:
             if self._call is not None:
                 return
-            before = numba.config.CACHE_DIR
+            before = config.CACHE_DIR
             folder = cache_folder()
-            numba.config.CACHE_DIR = "" if folder is None else str(folder)
+            config.CACHE_DIR = "" if folder is None else str(folder)
             try:
                 compiled = cfunc(types.void(types.int64), cache=folder is not None, error_model="numpy")(self._body)
             finally:
-                numba.config.CACHE_DIR = before
+                config.CACHE_DIR = before
             self._keep = compiled
             self.was_cached = compiled.cache_hits > 0
             self._address = compiled.address
@@ -238,30 +240,23 @@ def warm_up(progress: Callable[[str, int, int], None] | None = None) -> int:
     return compiled
 
 
+@cache
 def cache_folder() -> Path | None:
     """The folder of compiled kernels for this source and these compilers, made if needed; None if it cannot be."""
-    global _cache_folder
-    if not isinstance(_cache_folder, str):
-        return _cache_folder
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     if sys.platform == "darwin":
         base = "~/Library/Caches"
     folder = Path(base).expanduser() / "chatd" / "kernels" / _source_digest()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
     except OSError:
-        writable = False
-    _cache_folder = folder if writable else None
-    return _cache_folder
-
-
-_cache_folder: Path | None | str = "not looked up"
+        return None
+    return folder if os.access(folder, os.W_OK) else None
 
 
 def _source_digest() -> str:
     """A name that changes with any source file of the package: numba looks only at the file of the kernel itself."""
-    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {sys.version}".encode())
+    digest = hashlib.sha256(f"{VERSIONS} {sys.version}".encode())
     package = Path(__file__).parent
     for path in sorted(package.rglob("*.py")):
         digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())

@@ -14,11 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import carray, njit, types
-from numba.core import cgutils
-from numba.core.datamodel import models, register_default
-from numba.extending import intrinsic
+
+from chatd_kernels.jit import carray, cgutils, datamodel, ir, jit, llvm, types
 
 LANES = 16
 """Lanes of a vector; also the number of positions in one group of the K layout."""
@@ -35,7 +32,7 @@ F16_VECTOR = ir.VectorType(_half, LANES)
 I32_VECTOR = ir.VectorType(_i32, LANES)
 
 
-class _Float32x16(types.Type):
+class _Float32x16(types.Type):  # type: ignore[misc]
     """The numba type of a value of 16 float32 lanes."""
 
     def __init__(self) -> None:
@@ -45,8 +42,8 @@ class _Float32x16(types.Type):
 float32x16 = _Float32x16()
 
 
-@register_default(_Float32x16)
-class _Float32x16Model(models.PrimitiveModel):  # type: ignore[misc]
+@datamodel.register_default(_Float32x16)
+class _Float32x16Model(datamodel.models.PrimitiveModel):  # type: ignore[misc]
     """A `float32x16` is one LLVM vector value."""
 
     def __init__(self, dmm: Any, fe_type: Any) -> None:
@@ -104,7 +101,7 @@ def _binary(name: str, emit: Callable[[Any, Any, Any], Any], doc: str) -> Any:
 
     define.__name__ = name
     define.__doc__ = doc
-    return intrinsic(define)
+    return llvm(define)
 
 
 vadd = _binary("vadd", lambda b, x, y: b.fadd(x, y), "Lane-wise `a + b`.")
@@ -115,7 +112,7 @@ vmax = _binary("vmax", lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y)
 vmin = _binary("vmin", lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y), "Lane-wise `a if a < b else b`.")
 
 
-@intrinsic  # type: ignore[misc]
+@llvm
 def vfma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """Lane-wise `a * b + c` with one rounding."""
 
@@ -125,7 +122,7 @@ def vfma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     return float32x16(float32x16, float32x16, float32x16), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@llvm
 def vsplat(typingctx: Any, value: Any) -> Any:
     """A float32 in every lane."""
 
@@ -135,7 +132,7 @@ def vsplat(typingctx: Any, value: Any) -> Any:
     return float32x16(types.float32), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@llvm
 def vabs(typingctx: Any, a: Any) -> Any:
     """Lane-wise `|a|`."""
 
@@ -145,7 +142,7 @@ def vabs(typingctx: Any, a: Any) -> Any:
     return float32x16(float32x16), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@llvm
 def vload(typingctx: Any, address: Any) -> Any:
     """16 float32 from an address."""
 
@@ -155,7 +152,7 @@ def vload(typingctx: Any, address: Any) -> Any:
     return float32x16(types.int64), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@llvm
 def vload_half(typingctx: Any, address: Any) -> Any:
     """16 IEEE half floats from an address, widened."""
 
@@ -165,7 +162,7 @@ def vload_half(typingctx: Any, address: Any) -> Any:
     return float32x16(types.int64), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@llvm
 def vstore(typingctx: Any, address: Any, value: Any) -> Any:
     """Store 16 float32 at an address."""
 
@@ -176,7 +173,7 @@ def vstore(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, float32x16), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@llvm
 def vstore_half(typingctx: Any, address: Any, value: Any) -> Any:
     """Round 16 lanes to half floats (to nearest, ties to even) and store them."""
 
@@ -188,7 +185,7 @@ def vstore_half(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, float32x16), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@llvm
 def vscatter_int16_pairs(typingctx: Any, address: Any, stride: Any, value: Any) -> Any:
     """Round 16 lanes to the nearest int16 and store lanes 2 i and 2 i + 1 at `address + i * stride`.
 
@@ -226,14 +223,14 @@ def _scatter(name: str, half: bool) -> Any:
 
     define.__name__ = name
     define.__doc__ = "Store lane i at `address + i * stride`" + (", rounded to a half float." if half else ".")
-    return intrinsic(define)
+    return llvm(define)
 
 
 vscatter = _scatter("vscatter", half=False)
 vscatter_half = _scatter("vscatter_half", half=True)
 
 
-@intrinsic  # type: ignore[misc]
+@llvm
 def vmask(typingctx: Any, value: Any, first: Any, end: Any, fill: Any) -> Any:
     """Lanes `first <= lane < end` of `value`, and `fill` elsewhere, whatever those lanes held (also NaN)."""
 
@@ -268,14 +265,14 @@ def _tree(name: str, emit: Callable[[Any, Any, Any], Any], doc: str) -> Any:
 
     define.__name__ = name
     define.__doc__ = doc
-    return intrinsic(define)
+    return llvm(define)
 
 
 hsum = _tree("hsum", lambda b, x, y: b.fadd(x, y), "The sum of the lanes, halves added to halves: one fixed order.")
 hmax = _tree("hmax", lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y), "The largest lane.")
 
 
-@intrinsic  # type: ignore[misc]
+@llvm
 def vexp2(typingctx: Any, value: Any) -> Any:
     """Lane-wise `2 ** value`, relative error below 3e-7; 0 below -126, and `value` above 127 counts as 127.
 
@@ -318,7 +315,7 @@ def _scalar_load(name: str, numba_type: Any, llvm_type: Any) -> Any:
 
     define.__name__ = name
     define.__doc__ = f"The {numba_type} at an address."
-    return intrinsic(define)
+    return llvm(define)
 
 
 load_i64 = _scalar_load("load_i64", types.int64, _i64)
@@ -327,7 +324,7 @@ load_f32 = _scalar_load("load_f32", types.float32, _f32)
 load_f64 = _scalar_load("load_f64", types.float64, ir.DoubleType())
 
 
-@intrinsic  # type: ignore[misc]
+@llvm
 def store_f32(typingctx: Any, address: Any, value: Any) -> Any:
     """Store a float32 at an address."""
 
@@ -338,7 +335,7 @@ def store_f32(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.float32), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@llvm
 def fetch_add(typingctx: Any, address: Any, amount: Any) -> Any:
     """Add to the int64 at an address atomically and return what it held; orders memory on both sides."""
 
@@ -348,7 +345,7 @@ def fetch_add(typingctx: Any, address: Any, amount: Any) -> Any:
     return types.int64(types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@llvm
 def copy_bytes(typingctx: Any, target: Any, source: Any, count: Any) -> Any:
     """Copy `count` bytes between ranges that do not overlap."""
 
@@ -362,7 +359,7 @@ def copy_bytes(typingctx: Any, target: Any, source: Any, count: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@jit
 def vload_any(address: int, is_half: bool) -> Any:
     """16 lanes from an address, of 16-bit or 32-bit floats."""
     return vload_half(address) if is_half else vload(address)
@@ -371,7 +368,7 @@ def vload_any(address: int, is_half: bool) -> Any:
 # Arrays at addresses -----------------------------------------------------------------------------
 
 
-@intrinsic  # type: ignore[misc]
+@llvm
 def as_pointer(typingctx: Any, address: Any) -> Any:
     """An int64 address as a void pointer, for `numba.carray`."""
 
@@ -381,13 +378,13 @@ def as_pointer(typingctx: Any, address: Any) -> Any:
     return types.voidptr(types.int64), codegen
 
 
-@njit  # type: ignore[untyped-decorator]
+@jit
 def array_i32(address: int, size: int) -> Any:
     """The int32 array `[size]` at an address."""
     return carray(as_pointer(address), (size,), dtype=np.int32)
 
 
-@njit  # type: ignore[untyped-decorator]
+@jit
 def array_i64(address: int, size: int) -> Any:
     """The int64 array `[size]` at an address."""
     return carray(as_pointer(address), (size,), dtype=np.int64)

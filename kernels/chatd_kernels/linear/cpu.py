@@ -15,9 +15,9 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from numba import njit
 
 from chatd_kernels.checks import check_tensor
+from chatd_kernels.jit import jit
 from chatd_kernels.linear.pack import PackedWeight
 from chatd_kernels.microkernels import MAX_ROWS, FloatProduct, Int8Product, make_dot_rows
 from chatd_kernels.runtime import argument, claim_worker, kernel, next_item, num_threads
@@ -32,7 +32,6 @@ from chatd_kernels.vector import (
     vadd,
     vfma,
     vload,
-    vload_half,
     vmax,
     vmul,
     vscatter,
@@ -53,7 +52,7 @@ _PARALLEL_PROLOGUE_FROM = 1 << 15  # numbers
 _PARALLEL_FROM = 1 << 17  # multiplications
 
 
-@njit  # type: ignore[untyped-decorator]
+@jit
 def _dot(kind: int, rows: int, x: int, w: int, out: int, out_stride: int, size: int) -> None:
     """The products of some rows and a panel, in the weights' format."""
     if kind == 0:
@@ -64,13 +63,13 @@ def _dot(kind: int, rows: int, x: int, w: int, out: int, out_stride: int, size: 
         _dot_int8(rows, x, w, out, out_stride, size)
 
 
-@njit  # type: ignore[untyped-decorator]
+@jit
 def _scale_and_bias(out: int, out_stride: int, rows: int, row_scales: int, scales: int, bias: int) -> None:
     """Finish a panel's sums in place: times the column's and the row's scale (int8), plus the bias."""
     for row in range(rows):
         target = out + row * out_stride
         if scales != 0:
-            v, factor = vmul(vload(target), vload(scales)), vsplat(load_f32(row_scales + row * 4))
+            v, factor = (vmul(vload(target), vload(scales)), vsplat(load_f32(row_scales + row * 4)))
             if bias != 0:
                 vstore(target, vfma(v, factor, vload(bias)))
             else:
@@ -83,9 +82,9 @@ def _scale_and_bias(out: int, out_stride: int, rows: int, row_scales: int, scale
 def linear_items(frame: int) -> None:
     """Items are (block of rows, a few panels); the blocks of the same panels follow each other."""
     kind, x, out = argument(frame, 0), argument(frame, 1), argument(frame, 2)
-    weights, scales, bias, row_scales = argument(frame, 3), argument(frame, 4), argument(frame, 5), argument(frame, 6)
+    weights, scales, bias, row_scales = (argument(frame, 3), argument(frame, 4), argument(frame, 5), argument(frame, 6))
     size, out_features = argument(frame, 7), argument(frame, 8)
-    groups, blocks, num_blocks = argument(frame, 9), argument(frame, 10), argument(frame, 11)
+    groups, blocks, num_blocks = (argument(frame, 9), argument(frame, 10), argument(frame, 11))
     scratch = argument(frame, 12) + claim_worker(frame) * MAX_ROWS * 64
     x_stride = size * (2 if kind == 2 else 4)
     w_stride = size * 16 * (1 if kind == 2 else (2 if kind == 1 else 4))
@@ -190,7 +189,7 @@ def row_groups(num_rows: int, size: int) -> RowGroups:
     num_blocks = -(-num_rows // most)
     starts, blocks = array("q"), array("q")
     for block in range(num_blocks):
-        first, end = num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks
+        first, end = (num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks)
         num_groups = -(-(end - first) // MAX_ROWS)
         blocks.append(len(starts))
         starts.extend(first + (end - first) * group // num_groups for group in range(num_groups))
@@ -217,7 +216,7 @@ def linear(x: torch.Tensor, packed: PackedWeight, out: torch.Tensor) -> None:
     is_parallel_prologue = num_groups > 1 and num_rows * size >= _PARALLEL_PROLOGUE_FROM
     row_scales = 0
     if packed.format == "int8":
-        integers, factors = torch.empty((num_rows, size), dtype=torch.int16), torch.empty(num_rows)
+        integers, factors = (torch.empty((num_rows, size), dtype=torch.int16), torch.empty(num_rows))
         row_scales = factors.data_ptr()
         quantize_rows.launch(
             is_parallel_prologue,

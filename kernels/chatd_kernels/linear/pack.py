@@ -1,8 +1,8 @@
 """Weights of linear layers as the kernels read them.
 
-A panel holds 16 output features. fp32 and fp16: `[num_panels, in_features, 16]`, so that one vector is one input feature
-of 16 outputs. int8: `[num_panels, in_features / 2, 16, 2]`, pairs of input features, with one scale per output feature.
-The last panel is filled with zeros.
+A panel holds 16 output features. fp32 and fp16: `[num_panels, in_features, 16]`, so that one vector is one input
+feature of 16 outputs. int8: `[num_panels, in_features / 2, 16, 2]`, pairs of input features, with one scale per
+output feature. The last panel is filled with zeros.
 """
 
 from __future__ import annotations

@@ -22,8 +22,9 @@ def paged_attention(
 ) -> torch.Tensor:
     """Write each token's causal attention over its sequence's cached K and V to `out`.
 
-    A token at position p sees positions 0 to p, or the last `window` of them; slots beyond are not read into any result.
-    Its result depends on nothing else: not on the batch, the tiles, the chunk it came in, or who shares its blocks.
+    A token at position p sees positions 0 to p, or the last `window` of them; slots beyond are not read into any
+    result. Its result depends on nothing else: not on the batch, the tiles, the chunk it came in, or who shares its
+    blocks.
 
     Args:
         q: `[num_tokens, Hq, head_dim]` float32, rotated.

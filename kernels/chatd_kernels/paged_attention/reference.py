@@ -18,9 +18,8 @@ def paged_attention(
     window: int | None = None,
 ) -> None:
     """The contract of `chatd_kernels.paged_attention.paged_attention`."""
-    num_tokens, num_q_heads, head_dim = q.shape
     layout = kv_cache.layout
-    group = num_q_heads // layout.num_kv_heads
+    group = q.shape[1] // layout.num_kv_heads
     for token, length in enumerate(metadata.lengths.tolist()):
         table = metadata.block_tables[metadata.sequence_of[token]]
         first = max(0, length - window) if window else 0

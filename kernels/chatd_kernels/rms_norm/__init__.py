@@ -8,12 +8,7 @@ from chatd_kernels.dispatch import launcher
 
 
 def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    out: torch.Tensor,
-    residual: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Write `h / sqrt(mean(h²) + eps) * weight` to `out`, where `h` is `x`, or `residual += x` if there is one.
 

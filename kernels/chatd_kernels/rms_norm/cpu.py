@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 
 from chatd_kernels.checks import check_multiple, check_tensor
+from chatd_kernels.jit import jit
 from chatd_kernels.runtime import argument, float_bits, kernel, next_item
 from chatd_kernels.vector import hsum, load_f64, vadd, vfma, vload, vmul, vsplat, vstore
 
@@ -17,8 +18,8 @@ _ROWS_PER_ITEM = 16
 _PARALLEL_FROM = 1 << 16
 
 
-@njit  # type: ignore[untyped-decorator]
-def inverse_rms(source: int, size: int, eps: float) -> float:
+@jit
+def inverse_rms(source: int, size: int, eps: float) -> Any:
     """`1 / sqrt(mean(x²) + eps)` of `size` float32 at an address, summed in four vectors."""
     zero = vsplat(np.float32(0.0))
     a, b, c, d = zero, zero, zero, zero
@@ -39,7 +40,7 @@ def inverse_rms(source: int, size: int, eps: float) -> float:
     return np.float32(1.0) / math.sqrt(np.float32(mean + np.float32(eps)))
 
 
-@njit  # type: ignore[untyped-decorator]
+@jit
 def norm_row(source: int, weight: int, target: int, size: int, eps: float) -> None:
     """Write one normalized row; `target` may be `source`."""
     factor = vsplat(np.float32(inverse_rms(source, size, eps)))
@@ -50,7 +51,7 @@ def norm_row(source: int, weight: int, target: int, size: int, eps: float) -> No
 @kernel
 def rms_norm_rows(frame: int) -> None:
     """Items are runs of rows."""
-    x, residual, weight, out = argument(frame, 0), argument(frame, 1), argument(frame, 2), argument(frame, 3)
+    x, residual, weight, out = (argument(frame, 0), argument(frame, 1), argument(frame, 2), argument(frame, 3))
     num_rows, size = argument(frame, 4), argument(frame, 5)
     eps = load_f64(frame + 8 * 8)
     row_bytes = size * 4

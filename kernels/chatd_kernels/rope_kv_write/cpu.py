@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 
 from chatd_kernels.checks import check_tensor
+from chatd_kernels.jit import jit
 from chatd_kernels.kv_cache import KVCache
 from chatd_kernels.rms_norm.cpu import norm_row
 from chatd_kernels.runtime import argument, float_bits, kernel, next_item
@@ -31,7 +31,7 @@ _TOKENS_PER_ITEM = 4
 _PARALLEL_FROM = 1 << 15
 
 
-@njit  # type: ignore[untyped-decorator]
+@jit
 def _rotate(source: int, target: int, cos: int, sin: int, half: int, head_dim: int) -> None:
     """Rotate one head; `target` may be `source`."""
     zero = vsplat(np.float32(0.0))
@@ -63,7 +63,7 @@ def rope_kv_write_tokens(frame: int) -> None:
     cache, is_half = argument(frame, 6), argument(frame, 7) != 0
     block_stride, kv_stride = argument(frame, 8), argument(frame, 9)
     head_stride, block_size = argument(frame, 10), argument(frame, 11)
-    q_out, q_norm, k_norm = argument(frame, 12), argument(frame, 13), argument(frame, 14)
+    q_out, q_norm, k_norm = (argument(frame, 12), argument(frame, 13), argument(frame, 14))
     num_tokens, num_q, num_kv, head_dim = (
         argument(frame, 15),
         argument(frame, 16),

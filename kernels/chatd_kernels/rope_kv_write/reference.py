@@ -24,7 +24,7 @@ def rope_kv_write(
     layout = kv_cache.layout
     num_tokens, num_q_heads, head_dim = q_out.shape
     heads = qkv.view(num_tokens, num_q_heads + 2 * layout.num_kv_heads, head_dim)
-    q, k, v = heads.split([num_q_heads, layout.num_kv_heads, layout.num_kv_heads], dim=1)
+    q, k, v = torch.split(heads, [num_q_heads, layout.num_kv_heads, layout.num_kv_heads], dim=1)
     q, k = _norm(q, q_norm, eps), _norm(k, k_norm, eps)
     q_out.copy_(_rotate(q, cos[positions], sin[positions]))
     k = _rotate(k, cos[positions], sin[positions])

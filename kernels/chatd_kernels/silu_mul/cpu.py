@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 
 from chatd_kernels.checks import check_multiple, check_tensor
+from chatd_kernels.jit import jit
 from chatd_kernels.runtime import argument, kernel, next_item
 from chatd_kernels.vector import vadd, vdiv, vexp2, vfma, vload, vmin, vmul, vsplat, vstore
 
@@ -19,13 +19,13 @@ _SILU_SCALE = np.float32(-1.4426950408889634)
 _GELU_SCALE = np.float32(-2.302208198144325)
 
 
-@njit  # type: ignore[untyped-decorator]
+@jit
 def gated_row(gate: int, up: int, out: int, size: int, is_gelu: bool) -> None:
     """One row of `size` gates and ups."""
     one = vsplat(np.float32(1.0))
     # 2^126 stands for all larger: the quotient is 0 to float32's precision and never inf / inf.
     largest = vsplat(np.float32(126.0))
-    silu_scale, gelu_scale, cubic = vsplat(_SILU_SCALE), vsplat(_GELU_SCALE), vsplat(np.float32(0.044715))
+    silu_scale, gelu_scale, cubic = (vsplat(_SILU_SCALE), vsplat(_GELU_SCALE), vsplat(np.float32(0.044715)))
     for offset in range(0, size * 4, 64):
         g = vload(gate + offset)
         z = vmul(g, vmul(vfma(vmul(g, g), cubic, one), gelu_scale)) if is_gelu else vmul(g, silu_scale)
@@ -33,7 +33,7 @@ def gated_row(gate: int, up: int, out: int, size: int, is_gelu: bool) -> None:
         vstore(out + offset, vmul(vdiv(g, sigmoid_inverse), vload(up + offset)))
 
 
-@njit  # type: ignore[untyped-decorator]
+@jit
 def _gated_rows(frame: int, is_gelu: bool) -> None:
     gate_up, out = argument(frame, 0), argument(frame, 1)
     num_rows, size = argument(frame, 2), argument(frame, 3)
