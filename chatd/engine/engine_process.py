@@ -89,7 +89,7 @@ class EngineProcess(asyncio.Protocol):
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=stderr,
-                env=_environment(options.num_threads or available_cpus()),
+                env=engine_environment(options.num_threads or available_cpus()),
             )
         except BaseException:
             # A process that was started sees this and exits.
@@ -193,7 +193,7 @@ def _exit_reason(exit_code: int) -> str:
     return f"its process was ended by {name}{hint}"
 
 
-def _environment(num_threads: int) -> dict[str, str]:
+def engine_environment(num_threads: int) -> dict[str, str]:
     """Return the environment of the engine's process; libgomp and MKL read it when torch loads them.
 
     Idle OpenMP threads that spin make every parallel region wait for a core that a neighbor has taken.
