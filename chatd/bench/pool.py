@@ -20,6 +20,7 @@ from chatd.engine.messages import LeaseId, Submit
 from chatd.engine.plan import Plan, RequestId, StepOutput
 from chatd.engine.sampling import SamplingParams
 from chatd.kvcache.block_pool import BlockPool
+from chatd.kvcache.block_table import BlockTable
 from chatd.kvcache.manager import KVCacheManager
 from chatd.kvcache.prefix_index import Namespace, PrefixIndex
 
@@ -81,8 +82,7 @@ def pool_figures(num_blocks: int) -> dict[str, float]:
     def hold_and_release() -> int:
         found = kv.get_computed_blocks(kv.open_table("acme"), ids[: 16 * number + 1])
         started = time.process_time()
-        for block_id in found:
-            pool.hold(block_id)
+        pool.hold(found)
         pool.release(found)
         timed.append((time.process_time() - started) / (2 * len(found)) * 1e6)
         return len(found)
@@ -91,6 +91,20 @@ def pool_figures(num_blocks: int) -> dict[str, float]:
     timed: list[float] = []
     best_us(hold_and_release)
     figures["hold or release a cached block"] = round(statistics.median(timed), 3)
+    forked = kv.open_table("acme")
+    held = kv.get_computed_blocks(forked, ids[: 32 * 1024])
+    kept = kv.allocate_slots(forked, 16 * len(held), held)
+    assert kept is not None
+
+    def fork() -> int:
+        forks.append(kv.fork(forked, 16 * len(held)))
+        return len(held)
+
+    forks: list[BlockTable] = []
+    figures["fork a table"] = best_us(fork)
+    for table in forks:
+        kv.free(table)
+    kv.free(forked)
     started = time.process_time()
     evicted = pool.allocate(account, number)
     assert evicted is not None

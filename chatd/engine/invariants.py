@@ -59,13 +59,18 @@ def _check_lease(scheduler: Scheduler, lease: Lease, expected: list[int]) -> Non
     assert computed <= len(lease.token_ids), f"lease {lease.lease_id} computed {computed} of {len(lease.token_ids)}"
     assert len(table.block_ids) == -(-computed // size), f"lease {lease.lease_id} holds blocks that it does not need"
     assert table.num_registered_blocks <= computed // size, f"I7: lease {lease.lease_id} registered what is not full"
+    adopted = bool(table.adoptions)
+    previous: PrefixEntry | None = None
     for block_id in table.block_ids:
         expected[block_id] += 1
-        entry = pool.blocks[block_id].entry
+        block = pool.blocks[block_id]
+        entry = block.entry
         if entry is not None:
-            assert entry.namespace == table.namespace or pool.blocks[block_id].account is pool.public, (
+            assert entry.namespace == table.namespace or block.account is pool.public, (
                 f"I9: lease {lease.lease_id} holds block {block_id} of another namespace"
             )
+            assert adopted or entry.parent is previous, f"lease {lease.lease_id} holds {block} after another parent"
+        previous = entry
     for _, block_id in table.adoptions:
         expected[block_id] += 1
 
@@ -142,6 +147,8 @@ def _check_queues(pool: BlockPool) -> Iterator[int]:
             assert block.ref_count == 0, f"I3: {block} is in a queue"
             assert (block.entry is None) == (account is None), f"{block} is in the wrong queue"
             assert block.account is account, f"{block} is in another account's queue"
+            if length % SLICE_UNITS == 0:
+                yield SLICE_UNITS
         assert length == len(queue), f"I3: a queue counts {len(queue)} and has {length}"
         yield length
     cached = sum(len(account.cached) for account in accounts if account is not None)

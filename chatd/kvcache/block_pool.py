@@ -144,20 +144,22 @@ class BlockPool:
             self._push(account)
         return taken
 
-    def hold(self, block_id: BlockId) -> None:
-        """Add a holder to an active or cached block."""
-        block = self.blocks[block_id]
-        block.ref_count += 1
-        if block.ref_count == 1:
-            account = block.account
-            assert account is not None, f"{block} is empty"
-            account.cached.remove(block)
-            account.num_active += 1
-            self.num_cached -= 1
-            self.states[block_id] = ACTIVE
-        elif block.ref_count == 2:
-            self.num_shared += 1
-            self.states[block_id] = SHARED
+    def hold(self, block_ids: Sequence[BlockId]) -> None:
+        """Add a holder to active or cached blocks."""
+        blocks, states = self.blocks, self.states
+        for block_id in block_ids:
+            block = blocks[block_id]
+            ref_count = block.ref_count = block.ref_count + 1
+            if ref_count == 1:
+                account = block.account
+                assert account is not None, f"{block} is empty"
+                account.cached.remove(block)
+                account.num_active += 1
+                self.num_cached -= 1
+                states[block_id] = ACTIVE
+            elif ref_count == 2:
+                self.num_shared += 1
+                states[block_id] = SHARED
 
     def release(self, block_ids: Sequence[BlockId]) -> int:
         """Drop one holder of each block, tails first, so that a tail is evicted before what it hangs on.

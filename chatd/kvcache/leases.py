@@ -226,8 +226,7 @@ class LeaseTable:
 
     def _reclaim(self, account: Account, num_blocks: int, keep: Sequence[BlockId]) -> bool:
         """Shrink leases until the pool has `num_blocks` for this account."""
-        for block_id in keep:
-            self._pool.hold(block_id)
+        self._pool.hold(keep)
         try:
             # Found blocks are held now; what was counted for them is no longer available, nor needed.
             needed = num_blocks - sum(self._pool.blocks[block_id].ref_count == 1 for block_id in keep)

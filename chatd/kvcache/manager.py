@@ -118,8 +118,7 @@ class KVCacheManager:
         must_copy = not computed and self._must_copy(table)
         kept = len(block_ids)
         if computed:
-            for block_id in computed:
-                pool.hold(block_id)
+            pool.hold(computed)
             kept = table.num_computed_tokens // self.block_size + len(computed)
         missing = -(-num_tokens // self.block_size) - kept + must_copy
         if missing:
@@ -201,8 +200,7 @@ class KVCacheManager:
         fork.num_computed_tokens = min(num_tokens, table.num_computed_tokens)
         fork.num_registered_blocks = min(table.num_registered_blocks, fork.num_computed_tokens // self.block_size)
         fork.block_ids = table.block_ids[: self.num_blocks_of(fork.num_computed_tokens)]
-        for block_id in fork.block_ids:
-            self.pool.hold(block_id)
+        self.pool.hold(fork.block_ids)
         return fork
 
     def poison(self, table: BlockTable) -> None:
@@ -226,7 +224,7 @@ class KVCacheManager:
             tokens = token_ids[place * size : (place + 1) * size].tobytes()
             entry = self._find(table.namespace, parent, tokens)
             if entry is not None:
-                self.pool.hold(entry.block_id)
+                self.pool.hold((entry.block_id,))
                 table.adoptions.append((place, entry.block_id))
             else:
                 entry = self.pool.register(table.block_ids[place], table.namespace, parent, tokens)

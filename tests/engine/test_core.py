@@ -493,6 +493,28 @@ def test_a_frame_is_the_table():
     assert [(row.tenant, row.num_active, row.num_cached) for row in frame.tenants] == [("acme", 3, 0), ("blue", 0, 1)]
 
 
+def test_a_tenant_within_its_floor_sees_the_same_pool_whatever_others_do():
+    engine = harness(num_blocks=40, max_model_len=64, tenants={"acme": TenantLimits(1.0, 12)})
+    for request in (1, 2):
+        engine.generate(request, prompt(18, request), lease=request, tenant="acme", params=sampling_params(2))
+
+    def view():
+        frame = engine.core.pool_frame(0.0)
+        tables = [tuple(engine.core.leases.get(lease).table.block_ids) for lease in (1, 2)]
+        return frame.tenants[0], tables
+
+    before = view()
+    for request in range(10, 40):
+        engine.submit(request, prompt(40, request), tenant="flood", params=sampling_params(20))
+    steps = 0
+    while engine.core.has_work:
+        engine.step()
+        steps += 1
+        assert view() == before
+    assert steps > 50
+    assert engine.core.pool.num_evictions > 50
+
+
 def test_counters_are_told_once_a_second_while_something_happens():
     engine = EngineHarness(engine_config(), runner_options={"cost": CostParameters(0.25, 0.0, 0.0)})
     engine.generate(1, prompt(10), params=sampling_params(10))

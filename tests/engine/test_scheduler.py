@@ -372,6 +372,24 @@ def test_a_prompt_with_no_room_waits_for_blocks_and_nothing_of_its_tenant_passes
     assert engine.done[2].reason is FinishReason.MAX_OUTPUT_TOKENS
 
 
+def test_a_prompt_that_waits_for_blocks_is_not_starved_by_small_ones_of_others():
+    engine = harness(num_blocks=32, max_model_len=120, max_num_seqs=8, target_step_s=10.0)
+    number = 100
+    for _ in range(4):
+        number += 1
+        engine.submit(number, prompt(10, number), tenant="blue", params=sampling_params(14))
+    engine.step(3)
+    engine.submit(1, prompt(100, 1), tenant="acme", params=sampling_params(2))
+    steps = 0
+    while 1 not in engine.outputs:
+        while sum(request.tenant == "blue" for request in engine.core.scheduler.requests.values()) < 6:
+            number += 1
+            engine.submit(number, prompt(10, number), tenant="blue", params=sampling_params(14))
+        engine.step()
+        steps += 1
+        assert steps < 40
+
+
 def test_tokens_of_one_step_come_in_one_frame():
     engine = harness()
     for request in (1, 2, 3):

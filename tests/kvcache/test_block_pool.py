@@ -79,7 +79,7 @@ def test_tails_are_evicted_before_the_prefixes_they_hang_on():
 def test_the_least_recently_used_is_evicted_first():
     p = Pool(3)
     a, b, c = (p.cache_chain("acme", 1)[0] for _ in range(3))
-    p.pool.hold(a)
+    p.pool.hold([a])
     p.pool.release([a])
     assert p.pool.allocate(p.pool.account("acme"), 3) == [b, c, a]
 
@@ -96,13 +96,13 @@ def test_a_held_block_is_never_evicted():
 def test_a_block_with_two_holders_is_shared_until_one_lets_go():
     p = Pool(2)
     (block_id,) = p.hold_chain("acme", 1)
-    p.pool.hold(block_id)
+    p.pool.hold([block_id])
     assert (p.pool.num_shared, p.pool.states[block_id]) == (1, 3)
     p.pool.release([block_id])
     assert (p.pool.num_shared, p.pool.states[block_id]) == (0, 2)
     p.pool.release([block_id])
     assert (p.pool.num_cached, p.pool.states[block_id]) == (1, 1)
-    p.pool.hold(block_id)
+    p.pool.hold([block_id])
     assert (p.pool.num_cached, p.pool.states[block_id]) == (0, 2)
 
 
@@ -191,7 +191,7 @@ def test_the_map_and_the_owners_follow_every_change():
     p = Pool(4, acme=(1.0, 0), blue=(1.0, 0))
     p.cache_chain("acme", 1)
     (shared,) = p.hold_chain("blue", 1)
-    p.pool.hold(shared)
+    p.pool.hold([shared])
     p.pool.allocate(p.pool.account("blue"), 1)
     assert list(p.pool.states) == [1, 3, 2, 0]
     assert list(p.pool.owners) == [0, 1, 1, NOBODY]
