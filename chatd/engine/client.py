@@ -48,10 +48,10 @@ MAX_UNREAD_BATCHES = 1024
 """Batches kept for `batches`; beyond them the pipe is not read, and the engine stops when its own buffer is full."""
 
 HANG_TIMEOUT_S = 5.0
-"""Without a message for so long, and without using the CPU, the engine hangs."""
+"""Without a message for so long, and without using the CPU or waiting for it, the engine hangs."""
 
 BUSY_TIMEOUT_S = 60.0
-"""Without a message for so long, although it uses the CPU, the engine hangs as well."""
+"""Without a message for so long, although it computes, the engine hangs as well."""
 
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
@@ -329,7 +329,7 @@ class EngineClient:
             num_silent += 1
             if num_silent < _TICKS:
                 continue
-            is_busy = process.cpu_s() - cpu_s > 0.1 * self._hang_timeout_s
+            is_busy = process.is_runnable() or process.cpu_s() - cpu_s > 0.1 * self._hang_timeout_s
             if not is_busy or num_silent * tick_s >= BUSY_TIMEOUT_S:
                 process.kill(f"no sign of life for {num_silent * tick_s:.1f} s")
                 return

@@ -131,6 +131,13 @@ class EngineProcess(asyncio.Protocol):
             return 0.0
         return float(times.user + times.system)
 
+    def is_runnable(self) -> bool:
+        """Tell whether it runs, waits for a CPU that others hold, or waits for the disk."""
+        try:
+            return psutil.Process(self.process.pid).status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+        except psutil.Error:
+            return False
+
     def kill(self, reason: str) -> None:
         """Kill the process; `closed` follows."""
         self._reason = self._reason or reason

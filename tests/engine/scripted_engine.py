@@ -63,7 +63,7 @@ def main():
                 case WatchPool(interval_s):
                     pipe.send([encode(Pong(0)), encode(Loading("watching", interval_s))])
                     if interval_s == 5.0:  # busy, and silent
-                        end = time.monotonic() + 1.2
+                        end = time.monotonic() + 1.5
                         while time.monotonic() < end:
                             pass
                         pipe.send([encode(Loading("was busy", 1.0))])

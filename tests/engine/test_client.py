@@ -163,7 +163,7 @@ async def test_cancelling_the_start_leaves_no_process(tmp_path):
     ],
 )
 async def test_a_death_is_told_once_after_everything_sent_before_and_another_serves(how, reason, exit_code):
-    async with engine(hang_timeout_s=0.4) as (client, inbox):
+    async with engine(hang_timeout_s=0.4 if how == "stop" else 30.0) as (client, inbox):
         first = await client.start()
         client.send(submit(1, 3))
         await inbox.wait_for(is_a(Tokens, step=2))
@@ -191,7 +191,7 @@ async def test_a_death_is_told_once_after_everything_sent_before_and_another_ser
 
 
 async def test_a_long_step_that_uses_the_cpu_is_no_hang():
-    async with engine(hang_timeout_s=0.25) as (client, inbox):
+    async with engine(hang_timeout_s=0.5) as (client, inbox):
         await client.start()
         client.send(WatchPool(5.0))
         await inbox.wait_for(is_a(Loading, phase="was busy"))

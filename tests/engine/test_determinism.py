@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from chatd_kernels import runtime
 
 from chatd.engine.messages import Fork
 
@@ -103,6 +104,25 @@ def test_a_conversation_gives_what_its_whole_history_gives_at_once(load_tiny, re
         assert fresh.logprobs[turn] == talk.logprobs[turn]
         assert fresh.ids[turn] == talk.ids[turn]
         history += talk.ids[turn]
+
+
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_the_number_of_threads_changes_nothing(load_tiny, real_engine, quantization):
+    model = load_tiny(quantization)
+    prompts = workload(512, [5, 77, 300, 16, 270])
+    before = runtime.num_threads()
+    told = []
+    try:
+        for num_threads in (1, 2, 3):
+            runtime.set_num_threads(num_threads)
+            engine = real_engine(model)
+            for i, (prompt, kind) in enumerate(prompts):
+                engine.submit(i, prompt, **kind)
+            engine.run()
+            told.append((engine.ids, engine.logprobs))
+    finally:
+        runtime.set_num_threads(before)
+    assert told[0] == told[1] == told[2]
 
 
 def test_forks_inside_a_block_go_on_alike_and_leave_the_original_alone(load_tiny, real_engine):
