@@ -230,39 +230,48 @@ class LeaseTable:
         try:
             # Found blocks are held now; what was counted for them is no longer available, nor needed.
             needed = num_blocks - sum(self._pool.blocks[block_id].ref_count == 1 for block_id in keep)
-            if self._most_reclaimable() + self._pool.available(account) < needed:
+            if not self._may_suffice(needed - self._pool.available(account)):
                 return False
-            for state in _RECLAIMABLE:
+            # What others hold too frees little and costs little; a queued turn goes after all that.
+            for states in ((LeaseState.IDLE, LeaseState.ATTACHED), (LeaseState.QUEUED,)):
                 for shared_too in (False, True):
-                    if self._shrink_all(state, account, needed, shared_too):
+                    if any(self._shrink_all(state, account, needed, shared_too) for state in states):
                         return True
             return self._pool.available(account) >= needed
         finally:
             self._pool.release(keep)
 
-    def _most_reclaimable(self) -> int:
-        """Return a bound on what all leases could give; for a need beyond it none is shrunk in vain."""
-        return sum(
-            len(lease.table.block_ids)
-            for tenants in self._reclaimable.values()
-            for leases in tenants.values()
-            for lease in leases.values()
-        )
+    def _may_suffice(self, num_blocks: int) -> bool:
+        """Return whether all leases together hold so many blocks, so that none is shrunk for a hopeless need."""
+        for tenants in self._reclaimable.values():
+            for leases in tenants.values():
+                for lease in leases.values():
+                    if num_blocks <= 0:
+                        return True
+                    num_blocks -= len(lease.table.block_ids)
+        return num_blocks <= 0
 
     def _shrink_all(self, state: LeaseState, account: Account, needed: int, shared_too: bool) -> bool:
+        """Shrink leases of one state until there is enough; tenants most over their share first."""
         pool = self._pool
         tenants = self._reclaimable[state]
-        order = sorted(tenants, key=lambda tenant: (-pool.account(tenant).over_share, tenant or ""))
-        for tenant in order:
+        for tenant in sorted(tenants, key=lambda tenant: (-pool.account(tenant).over_share, tenant or "")):
             other = pool.account(tenant)
-            for lease in list(tenants[tenant].values()):
+            emptied: list[int] = []
+            for lease in tenants[tenant].values():
                 while pool.available(account) < needed and _gives(other, account):
                     if not self._shrink(lease, shared_too):
                         break
+                if not lease.table.block_ids:
+                    emptied.append(lease.lease_id)
                 if pool.available(account) >= needed:
-                    return True
+                    break
+            for lease_id in emptied:
+                del tenants[tenant][lease_id]
             if not tenants[tenant]:
                 del tenants[tenant]
+            if pool.available(account) >= needed:
+                return True
         return False
 
     def _shrink(self, lease: Lease, shared_too: bool) -> bool:
@@ -272,8 +281,6 @@ class LeaseTable:
             return False
         self._manager.trim(table, (len(table.block_ids) - 1) * self._manager.block_size)
         self.shrunk[lease.lease_id] = lease
-        if not table.block_ids:
-            self._reclaimable[lease.state][lease.tenant].pop(lease.lease_id, None)
         return True
 
     def _forget_one(self, keep: Lease | None = None) -> bool:

@@ -226,3 +226,23 @@ def test_ids_that_are_too_large_are_refused_whole():
     with pytest.raises(OverflowError):
         t.table.extend(lease, [1, 2, 2**40])
     assert list(lease.token_ids) == []
+
+
+def test_a_queued_turn_goes_after_everything_idle_shared_blocks_included():
+    t = Leases(12)
+    queued = t.idle(3, 16)
+    parent = t.idle(1, 16)
+    t.table.set_idle(t.table.fork(parent, 2, 16))
+    t.table.set_state(queued, LeaseState.QUEUED)
+    assert t.allocate(4 * SIZE) is not None
+    assert t.allocate(3 * SIZE) is not None
+    assert computed(queued) == [16]
+    assert t.allocate(2 * SIZE) is not None
+    assert computed(queued) == [12]
+
+
+def test_a_hopeless_need_shrinks_nobody():
+    t = Leases(12)
+    first, second = t.idle(1, 16), t.idle(2, 16)
+    assert t.allocate(13 * SIZE) is None
+    assert computed(first, second) == [16, 16]
