@@ -18,6 +18,7 @@ from chatd_tui.messages import LinkChosen
 from chatd_tui.screens.pool import session_table
 from chatd_tui.views import ItemView, SessionRow
 from chatd_tui.widgets.answer import AnswerMessage
+from chatd_tui.widgets.markdown_view import MarkdownView
 from chatd_tui.widgets.status import StatusView, TitleView
 from chatd_tui.widgets.transcript import UserMessage
 
@@ -151,7 +152,8 @@ async def test_streamed_in_pieces_no_string_escapes_or_crashes(make_app, wait_un
             await wait_until(lambda: app._last_answer == clean(text))
             await wait_until(lambda: bool(app.chat.query(AnswerMessage)))
             answer = app.chat.query_one(AnswerMessage)
-            await wait_until(lambda: answer.query_one("AnswerMarkdown").source == clean(text))
+            await wait_until(lambda: answer.settled)
+            assert answer.drawn == clean(text)
             assert app.is_running
 
 
@@ -162,8 +164,8 @@ async def test_the_actions_of_rendered_answers_are_links_only(make_app, wait_unt
         await app.chat.transcript.show([ItemView("a", "assistant", clean("\n\n".join(MARKUP)))])
         await pilot.pause()
         actions = set()
-        for block in app.chat.query("MarkdownBlock"):
-            for span in getattr(block, "_content").spans:  # noqa: B009
+        for line in app.chat.query_one(MarkdownView).lines:
+            for span in line.spans:
                 meta = getattr(span.style, "meta", None) or {}
                 actions |= {str(action) for name, action in meta.items() if name.startswith("@")}
         assert actions

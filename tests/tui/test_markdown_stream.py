@@ -1,4 +1,4 @@
-from chatd_tui.markdown_stream import FenceSplitter, make_parser
+from chatd_tui.markdown_stream import FenceSplitter
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,15 +76,3 @@ def test_markdown_is_a_prefix_of_the_answer_wherever_it_is_cut(text: str, sizes:
     assert markdown == once.markdown
     assert fences[-1] == once.open_fence
     assert markdown + cut.end().markdown == text
-
-
-def test_html_is_text_for_the_parser() -> None:
-    tokens = make_parser().parse("<b onclick=x>hi</b> <script>1</script>\n\n<div>\nblock\n</div>")
-    assert not any("html" in token.type for token in tokens)
-    assert not any("html" in child.type for token in tokens for child in token.children or [])
-
-
-def test_script_addresses_are_no_links() -> None:
-    tokens = make_parser().parse("[a](javascript:alert(1)) [b](data:text/html,x) [c](file:///etc/passwd)")
-    kinds = [child.type for token in tokens for child in token.children or []]
-    assert "link_open" not in kinds

@@ -15,7 +15,6 @@ from chatd_tui.widgets.status import StatusLine, StatusView, TitleBar
 from chatd_tui.widgets.transcript import SHOWN_ITEMS, Earlier, Transcript, UserMessage
 from chatd_tui.widgets.welcome import Welcome
 from textual.pilot import Pilot
-from textual.widgets import Markdown
 
 from chatd import protocol as p
 from chatd.bench.scripted_daemon import Script, ScriptedDaemon
@@ -34,7 +33,7 @@ def answers(app: ChatApp) -> list[AnswerMessage]:
 
 
 def shown(answer: AnswerMessage) -> str:
-    return answer.query_one(Markdown).source
+    return answer.drawn
 
 
 def connected(app: ChatApp) -> Callable[[], bool]:
@@ -362,7 +361,7 @@ async def test_a_click_on_a_link_of_an_answer_asks_first(make_app: MakeApp, wait
             await wait_until(lambda: bool(answers(app)) and status(app).kind == "idle")
             await wait_until(lambda: "docs" in shown(answers(app)[0]))
             await pilot.pause()
-            await pilot.click("MarkdownParagraph", offset=(1, 0))
+            await pilot.click("MarkdownView", offset=(1, 0))
             await wait_until(lambda: isinstance(app.screen, LinkScreen))
 
 

@@ -1,9 +1,9 @@
 """Splits an answer that streams into Markdown that can be drawn and a code fence that is still open.
 
-A fence that grows inside a Markdown widget is parsed and highlighted anew with each piece, which stalls the screen
-for hundreds of milliseconds; as plain text it costs little. So a fence is held back from its opening line until its
-closing line, and then goes to Markdown whole: the widget's text is always a prefix of the answer, and at the end it is
-the answer.
+A fence that grows as Markdown is parsed and colored anew with each piece, which stalls the screen for hundreds of
+milliseconds; as plain text it costs little. So a fence is held back from its opening line until its closing line, and
+then goes to Markdown whole: what is drawn as Markdown is always a prefix of the answer, and at the end it is the
+answer.
 """
 
 from __future__ import annotations
@@ -11,19 +11,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from markdown_it import MarkdownIt
-
 _LINES = re.compile(r"[^\n]*\n|[^\n]+")
 # A line that may still become a fence's first, and one that is.
 _MAYBE_FENCE = re.compile(r"[ \t]*(?:`{0,2}|~{0,2}|`{3,}[^`\n]*|~{3,}[^\n]*)\Z")
 _OPENING = re.compile(r"[ \t]*(`{3,})[^`\n]*\n\Z|[ \t]*(~{3,})[^\n]*\n\Z")
 # An info string is a word or two; something longer is text that began with backticks.
 _MAX_OPENING = 200
-
-
-def make_parser() -> MarkdownIt:
-    """Return the Markdown parser for remote text: HTML is text."""
-    return MarkdownIt("gfm-like", {"html": False})
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def ending(item: Item, usage: Usage | None, timings: Timings | None) -> tuple[st
         parts.append(f"{rate(timings.decode_tok_s)} tok/s")
     if timings is not None and timings.ttft_ms > 0:
         parts.append(f"first after {duration_ms(timings.ttft_ms)}")
-    if usage is not None and usage.input_tokens > 0:
+    if usage is not None and usage.cached_tokens > 0 and usage.input_tokens > 0:
         parts.append(f"{percent(usage.cached_tokens / usage.input_tokens)} of the prompt cached")
     return " · ".join(parts), trouble
 

@@ -11,6 +11,7 @@ from textual.content import Content
 from textual.widget import Widget
 from textual.widgets import Static
 
+from chatd_tui.highlighting import Highlighter
 from chatd_tui.views import ItemView
 from chatd_tui.widgets.answer import AnswerMessage
 from chatd_tui.widgets.welcome import Welcome, WelcomeView
@@ -64,6 +65,7 @@ class Transcript(VerticalScroll):
         super().__init__(id=id)
         self._earlier: list[ItemView] = []
         self._answer: AnswerMessage | None = None
+        self._highlight = Highlighter()
         self.welcome = WelcomeView()
 
     def compose(self) -> ComposeResult:
@@ -137,7 +139,7 @@ class Transcript(VerticalScroll):
     def _widget(self, item: ItemView) -> Widget:
         if item.role != "assistant":
             return UserMessage(item)
-        answer = AnswerMessage(item)
+        answer = AnswerMessage(item, self._highlight)
         if not item.done:
             self._answer = answer
         return answer

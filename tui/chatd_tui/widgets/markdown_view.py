@@ -1,0 +1,212 @@
+"""A widget that draws Markdown which grows at its end; growing costs the same however much there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from textual import work
+from textual.content import Content
+from textual.geometry import Size
+from textual.selection import Selection
+from textual.strip import Strip
+from textual.style import Style
+from textual.visual import Visual
+from textual.widget import Widget
+
+from chatd_tui.highlighting import Highlighter
+from chatd_tui.markdown_lines import LONG_BLOCK, code_lines, render, split_growing
+from chatd_tui.messages import LinkChosen
+
+
+@dataclass
+class _Part:
+    """A stretch of the source, whether no blank line is before it, and its lines once it is laid out."""
+
+    source: str
+    flows: bool = False
+    lines: list[Content] = field(default_factory=list)
+
+
+class MarkdownView(Widget):
+    """Draws Markdown, then the lines of a code fence that is still open.
+
+    Args:
+        source: Cleaned text.
+        highlight: Shared by the views of an app.
+    """
+
+    DEFAULT_CSS = """
+    MarkdownView { height: auto; }
+    """
+
+    auto_links = False
+
+    def __init__(self, source: str = "", highlight: Highlighter | None = None) -> None:
+        super().__init__()
+        self._highlight = highlight or Highlighter()
+        self._settled: list[_Part] = []
+        self._tail = _Part("")
+        self._fence: str | None = None
+        self._fence_lines: list[Content] = []
+        self._lines: list[Content] = []
+        self._num_settled_lines = 0
+        self._strips: dict[int, Strip] = {}
+        self._width = 0
+        self._take(source)
+
+    @property
+    def source(self) -> str:
+        """The Markdown that is drawn, without the open fence."""
+        return "".join(part.source for part in self._settled) + self._tail.source
+
+    @property
+    def lines(self) -> list[Content]:
+        """The lines as they are drawn."""
+        return self._lines
+
+    def replace(self, source: str) -> None:
+        """Draw another text."""
+        self._settled, self._tail, self._fence = [], _Part(""), None
+        self._take(source)
+        self._lay_out_all(self._width)
+        self.refresh(layout=True)
+
+    def append(self, source: str, open_fence: str | None = None) -> None:
+        """Draw more Markdown, and the code of a fence that is open (None for none)."""
+        before = len(self._lines)
+        num_settled = len(self._settled)
+        if source:
+            self._take(source)
+        if self._width:
+            for part in self._settled[num_settled:]:
+                self._add_settled(part)
+            if source:
+                self._lay_out(self._tail)
+        self._show_fence(open_fence)
+        self._assemble()
+        self.refresh(layout=len(self._lines) != before)
+
+    def _take(self, source: str) -> None:
+        """Add text to the last stretch; where it became several, all but the last can grow no more."""
+        # Some text takes a time to parse that grows with its square, so much of it is taken in pieces.
+        for start in range(0, len(source), LONG_BLOCK):
+            flows = self._tail.flows
+            piece = source[start : start + LONG_BLOCK]
+            for number, (text, follows) in enumerate(split_growing(self._tail.source + piece)):
+                if number:
+                    self._settled.append(self._tail)
+                self._tail = _Part(text, flows if number == 0 else follows)
+
+    # Layout.
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """Return the number of lines at this width."""
+        if width != self._width:
+            self._lay_out_all(width)
+        return len(self._lines)
+
+    def _lay_out_all(self, width: int) -> None:
+        self._width = width
+        if not width:
+            return
+        del self._lines[:]
+        self._num_settled_lines = 0
+        for part in self._settled:
+            self._add_settled(part)
+        self._lay_out(self._tail)
+        fence, self._fence = self._fence, None
+        self._show_fence(fence)
+        self._assemble()
+
+    def _add_settled(self, part: _Part) -> None:
+        if not part.lines:
+            self._lay_out(part)
+        del self._lines[self._num_settled_lines :]
+        self._add(part.lines, flows=part.flows)
+        self._num_settled_lines = len(self._lines)
+
+    def _assemble(self) -> None:
+        del self._lines[self._num_settled_lines :]
+        self._add(self._tail.lines, flows=self._tail.flows)
+        self._add(self._fence_lines)
+        kept = self._num_settled_lines
+        self._strips = {y: strip for y, strip in self._strips.items() if y < kept}
+
+    def _add(self, lines: list[Content], *, flows: bool = False) -> None:
+        if lines and self._lines and not flows:
+            self._lines.append(Content(""))
+        self._lines += lines
+
+    def _lay_out(self, part: _Part) -> None:
+        part.lines = render(part.source, self._width, self._highlight)
+        if self._highlight.wants and self.is_attached:
+            self._color()
+
+    def _show_fence(self, code: str | None) -> None:
+        """Lay out the open fence; only its last line and what follows are laid out anew."""
+        before, self._fence = self._fence, code
+        if code is None or not self._width:
+            self._fence_lines = []
+        elif before is not None and self._fence_lines and code.startswith(before) and "\n" in before:
+            kept = before.rpartition("\n")[0]
+            folded = len(code_lines(Content(before[len(kept) + 1 :]), self._width)) - 2
+            rest = code_lines(Content(code[len(kept) + 1 :]), self._width)
+            self._fence_lines = self._fence_lines[: -1 - folded] + rest[1:]
+        else:
+            self._fence_lines = code_lines(Content(code), self._width)
+
+    @work(group="color", exclusive=True)
+    async def _color(self) -> None:
+        """Draw code again once its colors are known."""
+        if await self._highlight.color_wanted():
+            for part in (*self._settled, self._tail):
+                if "```" in part.source or "~~~" in part.source:
+                    part.lines = []
+            self._strips.clear()
+            self._lay_out_all(self._width)
+            self.refresh()
+
+    async def on_mount(self) -> None:
+        """Color what was laid out before there was anybody to do it."""
+        if self._highlight.wants:
+            self._color()
+
+    # Drawing.
+
+    def render_line(self, y: int) -> Strip:
+        """Draw one line."""
+        if y >= len(self._lines):
+            return Strip.blank(self.size.width, self.rich_style)
+        selection = self.text_selection
+        if selection is not None and (span := selection.get_span(y)) is not None:
+            start, end = span
+            line = self._lines[y]
+            style = Style.from_styles(self.screen.get_component_styles("screen--selection"))
+            return self._strip(line.stylize(style, start, len(line) if end == -1 else end), y)
+        strip = self._strips.get(y)
+        if strip is None:
+            strip = self._strips[y] = self._strip(self._lines[y], y)
+        return strip
+
+    def _strip(self, line: Content, y: int) -> Strip:
+        width = self.size.width
+        strips = Visual.to_strips(self, line, max(1, width), 1, self.visual_style, apply_selection=False)
+        strip = strips[0] if strips else Strip.blank(width, self.rich_style)
+        return strip.adjust_cell_length(width, self.rich_style).apply_offsets(0, y)
+
+    def notify_style_update(self) -> None:
+        """Draw anew in other colors."""
+        super().notify_style_update()
+        self._strips.clear()
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        """Return the selected text."""
+        return selection.extract("\n".join(line.plain for line in self._lines)), "\n"
+
+    def selection_updated(self, selection: Selection | None) -> None:
+        """Draw the selection."""
+        self.refresh()
+
+    def action_link(self, href: str) -> None:
+        """Tell which link was clicked; nothing opens by itself."""
+        self.post_message(LinkChosen(href))
