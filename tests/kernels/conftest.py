@@ -1,0 +1,17 @@
+"""What the kernels' tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from chatd_kernels import runtime
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Run with one thread, then with two."""
+    before = runtime.num_threads()
+    runtime.set_num_threads(request.param)
+    yield request.param
+    runtime.set_num_threads(before)

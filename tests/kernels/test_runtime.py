@@ -1,0 +1,100 @@
+"""Threads, launches, compiled code on disk, and the exponential that everything uses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from chatd_kernels import runtime
+from chatd_kernels.dispatch import launcher
+from chatd_kernels.jit import jit
+from chatd_kernels.rms_norm import rms_norm
+from chatd_kernels.vector import vexp2, vload, vstore
+
+
+def write(root: Path, name: str, text: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_the_quota_is_the_smallest_on_the_path_of_a_version_2_group(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "0::/a/b\n")
+    write(tmp_path, "sys/fs/cgroup/a/b/cpu.max", "max 100000\n")
+    write(tmp_path, "sys/fs/cgroup/a/cpu.max", "250000 100000\n")
+    write(tmp_path, "sys/fs/cgroup/cpu.max", "400000 100000\n")
+    assert runtime._cgroup_cpus(tmp_path) == 2.5
+
+
+def test_the_quota_of_a_version_1_group_is_found(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "4:memory:/m\n3:cpu,cpuacct:/c\n")
+    write(tmp_path, "sys/fs/cgroup/cpu/c/cpu.cfs_quota_us", "150000\n")
+    write(tmp_path, "sys/fs/cgroup/cpu/c/cpu.cfs_period_us", "100000\n")
+    assert runtime._cgroup_cpus(tmp_path) == 1.5
+
+
+@pytest.mark.parametrize("content", ["", "0::/\n", "garbage\n"])
+def test_no_quota_is_found_where_there_is_none(tmp_path: Path, content: str) -> None:
+    write(tmp_path, "proc/self/cgroup", content)
+    assert runtime._cgroup_cpus(tmp_path) is None
+    assert runtime._cgroup_cpus(tmp_path / "missing") is None
+
+
+def test_there_is_at_least_one_thread() -> None:
+    assert runtime.available_threads() >= 1
+    with pytest.raises(ValueError, match="0 threads"):
+        runtime.set_num_threads(0)
+
+
+def test_launches_from_several_threads_do_not_disturb_one_another() -> None:
+    x, weight = torch.randn(300, 576), torch.randn(576)
+    expected = rms_norm(x, weight, 1e-5, out=torch.empty(300, 576))
+    wrong: list[int] = []
+
+    def work() -> None:
+        for attempt in range(30):
+            if not torch.equal(rms_norm(x, weight, 1e-5, out=torch.empty(300, 576)), expected):
+                wrong.append(attempt)
+
+    workers = [threading.Thread(target=work) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+
+
+def test_a_second_process_compiles_nothing() -> None:
+    reported: list[tuple[str, int, int]] = []
+    runtime.warm_up(lambda name, done, total: reported.append((name, done, total)))
+    assert [done for _, done, _ in reported] == list(range(len(reported)))
+    assert "paged_attention.items.attention_items" in {name for name, _, _ in reported}
+    command = "from chatd_kernels import runtime; print(runtime.warm_up())"
+    result = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "0"
+
+
+def test_an_unknown_device_is_refused_by_name() -> None:
+    with pytest.raises(NotImplementedError, match="rms_norm has no kernel for device type 'meta'"):
+        launcher("rms_norm", "meta")
+
+
+def test_the_exponential_is_exact_to_three_in_ten_million() -> None:
+    @jit
+    def exponentials(source: int, target: int, count: int) -> None:
+        for offset in range(0, count * 4, 64):
+            vstore(target + offset, vexp2(vload(source + offset)))
+
+    x = np.concatenate((np.linspace(-126, 127, 16_000), [-np.inf, -127, -126, 0, 1, 0.5, -0.5, np.nan] * 2))
+    x = x.astype(np.float32)
+    out = np.empty_like(x)
+    exponentials(x.ctypes.data, out.ctypes.data, len(x))
+    exact = np.exp2(x[:16_000].astype(np.float64))
+    assert np.max(np.abs(out[:16_000] / exact - 1)) < 3e-7
+    assert out[16_000:16_005].tolist() == [0.0, 0.0, 2.0**-126, 1.0, 2.0]
+    assert np.isnan(out[-1])
