@@ -12,6 +12,7 @@ BENCHMARKS = {
     "front": "deltas that the front carries on one core",
     "pool": "operations of the block pool and the prefix index",
     "tui": "how the terminal client feels while an answer streams",
+    "report": "writes the tables of README and docs from docs/figures",
 }
 
 

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         for quantization in args.quantization:
             for batch in args.batch:
                 results.append(_run_child(args, quantization, batch))
-    print(_table(results))
+    print(step_table(results))
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
     return 0
@@ -202,7 +202,7 @@ def _measure(args: argparse.Namespace, quantization: str, batch: int) -> dict[st
     }
 
 
-def _table(results: Sequence[dict[str, Any]]) -> str:
+def step_table(results: Sequence[dict[str, Any]]) -> str:
     """Return the figures as a Markdown table, one column for each run."""
     heads = [f"{r['quantization']}, batch {r['batch']}" + (", busy neighbor" if r["neighbor"] else "") for r in results]
     lines = [f"| ms of a decode step, {results[0]['context']} tokens of context | {' | '.join(heads)} |"]
