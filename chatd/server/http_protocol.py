@@ -13,7 +13,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import Frame
 
 HEADER_TIMEOUT_S = 10.0
-"""Longest from a connection to the end of its first request's headers."""
+"""Longest from a connection to the end of its first request's headers; for later ones, from their first byte."""
 
 MAX_HALF_OPEN = 512
 """Connections that have not sent a request yet; above it the newest is dropped."""
@@ -27,7 +27,7 @@ CLOSE_LINGER_S = 5.0
 
 
 class BoundedHttpProtocol(H11Protocol):
-    """HTTP/1.1 whose clients must say something."""
+    """HTTP/1.1 whose clients must finish the headers that they began, the first ones and those of later requests."""
 
     _num_half_open = 0
 
@@ -35,27 +35,49 @@ class BoundedHttpProtocol(H11Protocol):
         """Start the clock of the first request."""
         super().connection_made(transport)
         self._is_half_open = True
+        self._header_clock: asyncio.TimerHandle | None = None
         BoundedHttpProtocol._num_half_open += 1
-        self._header_clock = self.loop.call_later(HEADER_TIMEOUT_S, transport.abort)
+        self._start_clock()
         if BoundedHttpProtocol._num_half_open > MAX_HALF_OPEN:
             transport.abort()
 
-    def handle_events(self) -> None:
-        """Stop the clock once a request is there."""
-        super().handle_events()
-        if self.cycle is not None or self.transport.get_protocol() is not self:
+    def data_received(self, data: bytes) -> None:
+        """Stop the clock once a request is there; start it where only a part of one is."""
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        is_upgraded = self.transport.get_protocol() is not self
+        has_request = self.cycle is not None and not self.cycle.response_complete
+        if is_upgraded or has_request:
             self._opened()
+            self._stop_clock()
+        else:
+            self._start_clock()
+
+    def on_response_complete(self) -> None:
+        """Leave the wait for the next request to uvicorn's keep-alive."""
+        self._stop_clock()
+        super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clock."""
         self._opened()
+        self._stop_clock()
         super().connection_lost(exc)
 
     def _opened(self) -> None:
         if self._is_half_open:
             self._is_half_open = False
             BoundedHttpProtocol._num_half_open -= 1
+
+    def _start_clock(self) -> None:
+        if self._header_clock is None:
+            self._header_clock = self.loop.call_later(HEADER_TIMEOUT_S, self.transport.abort)
+
+    def _stop_clock(self) -> None:
+        if self._header_clock is not None:
             self._header_clock.cancel()
+            self._header_clock = None
 
 
 class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
@@ -68,15 +90,15 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
         self._linger: asyncio.TimerHandle | None = None
 
     def handle_ping(self) -> None:
-        """Answer a ping, unless there are too many or the answers are not read."""
+        """Answer a ping; at once where the peer reads, with the next frame where it does not."""
         now = self.loop.time()
         if now - self._pings_since >= 1.0:
             self._pings_since, self._num_pings = now, 0
         self._num_pings += 1
-        if self._num_pings > MAX_PINGS_PER_S or not self.writable.is_set():
+        if self._num_pings > MAX_PINGS_PER_S:
             self._fail(1008, "too many pings")
-            return
-        super().handle_ping()
+        elif self.writable.is_set():
+            super().handle_ping()
 
     def handle_cont(self, event: Frame) -> None:
         """Take a fragment, unless there are too many."""

@@ -16,6 +16,7 @@ from chatd.errors import Conflict
 from chatd.protocol import Command, Event
 
 MAX_ANSWERS = 8192
+MAX_BYTES = 32 * 2**20
 
 
 @dataclass(slots=True)
@@ -25,10 +26,12 @@ class Answer:
     Attributes:
         body: Tells the command from another one under the same id.
         event: The answer, once there is one; None where the command was refused.
+        num_bytes: About how much memory the answer takes.
     """
 
     body: bytes
     event: asyncio.Future[Event | None]
+    num_bytes: int = 0
 
 
 class AnswerCache:
@@ -36,10 +39,13 @@ class AnswerCache:
 
     Args:
         max_answers: Kept at most; the oldest go first.
+        max_bytes: Likewise.
     """
 
-    def __init__(self, max_answers: int = MAX_ANSWERS) -> None:
+    def __init__(self, max_answers: int = MAX_ANSWERS, max_bytes: int = MAX_BYTES) -> None:
         self._max_answers = max_answers
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
         self._answers: OrderedDict[tuple[str, str, str], Answer] = OrderedDict()
 
     async def earlier(self, tenant: str, user: str, command: Command) -> Event | None:
@@ -57,9 +63,7 @@ class AnswerCache:
             known = self._answers.get(key)
             if known is None:
                 self._answers[key] = Answer(body, asyncio.get_running_loop().create_future())
-                while len(self._answers) > self._max_answers:
-                    _, oldest = self._answers.popitem(last=False)
-                    _settle(oldest, None)
+                self._expire()
                 return None
             if known.body != body:
                 raise Conflict(f"{command.id!r} was the id of another command", code="id_reused", param="id")
@@ -72,12 +76,22 @@ class AnswerCache:
         answer = self._answers.get((tenant, user, command.id or ""))
         if answer is not None:
             _settle(answer, event)
+            answer.num_bytes = len(msgspec.json.encode(event))
+            self._num_bytes += answer.num_bytes
+            self._expire()
 
     def forget(self, tenant: str, user: str, command: Command) -> None:
         """Forget a command that was refused: it may be sent again under its id."""
         answer = self._answers.pop((tenant, user, command.id or ""), None)
         if answer is not None:
+            self._num_bytes -= answer.num_bytes
             _settle(answer, None)
+
+    def _expire(self) -> None:
+        while len(self._answers) > self._max_answers or self._num_bytes > self._max_bytes:
+            _, oldest = self._answers.popitem(last=False)
+            self._num_bytes -= oldest.num_bytes
+            _settle(oldest, None)
 
 
 def _settle(answer: Answer, event: Event | None) -> None:

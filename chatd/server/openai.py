@@ -41,7 +41,7 @@ from chatd.server.openai_frames import (
 )
 from chatd.server.openai_schema import CONVERSATION_ID_CHARS, ChatRequest, decode_chat_request
 from chatd.server.policy import owner_of
-from chatd.sessions.stateless import Completion, CompletionRequest
+from chatd.sessions.manager import Completion, CompletionRequest
 from chatd.tenants.quotas import KeyQuota
 
 BODY_TIMEOUT_S = 30.0
@@ -205,7 +205,8 @@ class _Answer:
         """
         if self.completion.error is not None:
             raise self.completion.error
-        if self.completion.finish_reason == "draining":
+        # Nobody who cancels here waits for the answer, except where the daemon ended it to stop.
+        if self.completion.finish_reason in ("draining", "cancelled") and self._daemon.draining:
             raise Unavailable("the daemon is stopping", code="draining", retry_after_ms=5000)
 
     def usage(self) -> CompletionUsage:

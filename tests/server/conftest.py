@@ -32,8 +32,8 @@ MODEL = "bytes"
 class TickingEngine(ScriptedEngine):
     """A scripted engine that goes on by itself, a step for each turn of the loop, unless it is held."""
 
-    def __init__(self, reply: Callable[[list[int]], Sequence[int]]) -> None:
-        super().__init__(reply)
+    def __init__(self, reply: Callable[[list[int]], Sequence[int]], *, context: int = 4096) -> None:
+        super().__init__(reply, context=context)
         self.state = EngineState.READY
         self.phase = ("ready", 1.0)
         self.num_restarts = 0
@@ -56,11 +56,11 @@ def replying(text: str) -> Callable[[list[int]], list[int]]:
 class FakeBackend:
     """Opens the daemon over a scripted engine."""
 
-    def __init__(self, daemon: Daemon, engine: Any, limits: SessionLimits | None, max_tokens: int | None) -> None:
+    def __init__(self, daemon: Daemon, engine: Any, limits: SessionLimits | None, **model: Any) -> None:
         self.daemon = daemon
         self.engine = engine
-        self.manager: SessionManager = make_manager(engine, limits=limits, max_tokens=max_tokens)
-        self.manager.boot = daemon.boot
+        self.manager: SessionManager = make_manager(engine, limits=limits, **model)
+        daemon.boot = self.manager.boot
         self._ticking: asyncio.Task[None] | None = None
         self.gate = asyncio.Event()
         self.gate.set()
@@ -178,6 +178,7 @@ async def running_daemon(
     keys_file: Path | None = None,
     limits: SessionLimits | None = None,
     max_tokens: int | None = 64,
+    context: int = 4096,
     engine: Any = None,
     is_open: bool = True,
     **sections: dict[str, Any],
@@ -190,14 +191,14 @@ async def running_daemon(
             keys[user] = create_key(path, tenant=tenant, user=user, operator=user == "ann")
     server = {"port": 0, "keys_file": path, **sections.pop("server", {})}
     settings = Settings(server=server, **sections)
-    engine = engine or TickingEngine(reply or replying("hello"))
+    engine = engine or TickingEngine(reply or replying("hello"), context=context)
     stop = asyncio.Event()
     opened: asyncio.Future[Serving] = asyncio.get_running_loop().create_future()
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     made: list[FakeBackend] = []
 
     def make_backend(daemon: Daemon, _settings: Settings) -> Any:
-        made.append(FakeBackend(daemon, engine, limits, max_tokens))
+        made.append(FakeBackend(daemon, engine, limits, max_tokens=max_tokens, context=context))
         if not is_open:
             made[0].gate.clear()
         return made[0]

@@ -23,7 +23,7 @@ from chatd.protocol import (
 from chatd.server import openai
 from chatd.testing_sessions import CoreEngine, encode_text
 
-from .conftest import eventually, replying
+from .conftest import eventually
 from .test_websocket import create, seqs_of, text_of
 
 

@@ -7,6 +7,7 @@ import os
 import struct
 import zlib
 
+import httpx
 import pytest
 
 from chatd.protocol import Ping, Pong
@@ -139,6 +140,34 @@ async def test_a_connection_that_never_asks_is_dropped(start, monkeypatch) -> No
                     assert await reader.read() == b""
                 writer.close()
         await check_witness(witness)
+
+
+async def test_a_later_request_that_never_ends_its_headers_is_dropped(start, monkeypatch) -> None:
+    async with start() as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        request = f"GET /health HTTP/1.1\r\nHost: 127.0.0.1:{running.port}\r\n\r\n".encode()
+        for _ in range(2):
+            writer.write(request)
+            async with asyncio.timeout(10):
+                await reader.readuntil(b'{"status":"ok"}')
+        monkeypatch.setattr(http_protocol, "HEADER_TIMEOUT_S", 0.05)
+        writer.write(request[:-2])
+        async with asyncio.timeout(10):
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_slow_answer_is_waited_for(start, monkeypatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEADER_TIMEOUT_S", 0.05)
+    async with start() as running:
+        running.engine.held = True
+        body = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}
+        async with httpx.AsyncClient(base_url=running.url, headers=running.headers(), trust_env=False) as http:
+            asking = asyncio.create_task(http.post("/v1/chat/completions", json=body))
+            await asyncio.sleep(0.2)
+            running.engine.held = False
+            assert (await asking).status_code == 200
 
 
 async def test_too_many_half_open_connections_are_dropped_and_later_ones_get_in(start, monkeypatch) -> None:

@@ -222,6 +222,23 @@ async def test_a_revoked_key_ends_its_streams(start, tmp_path: Path) -> None:
                 await answer.aread()
 
 
+async def test_an_answer_that_the_daemon_ended_to_stop_is_not_passed_off_as_complete(start) -> None:
+    async with start(server={"drain_timeout_s": 0.05}) as running, by_hand(running) as http:
+        running.engine.held = True
+        body = {"model": "bytes", "messages": HELLO}
+        whole = asyncio.create_task(http.post(DOOR, json=body))
+        streamed = asyncio.create_task(http.post(DOOR, json={**body, "stream": True}))
+        await eventually(lambda: len(running.engine.running) == 2)
+        running.stop.set()
+        await eventually(lambda: running.daemon.draining)
+        assert (await http.post(DOOR, json=body)).json()["error"]["code"] == "draining"
+        await eventually(lambda: not running.engine.running)
+        running.engine.held = False
+        answer = await whole
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+        assert '"code":"draining"' in (await streamed).text
+
+
 async def test_too_many_answers_at_once_are_refused(start) -> None:
     async with start(quotas={"max_inflight": 1}) as running, by_hand(running) as http:
         running.engine.held = True

@@ -213,9 +213,10 @@ async def test_a_command_that_was_refused_may_be_sent_again(start) -> None:
         assert isinstance(await talk.ask(two), ItemAdded)
 
 
-async def test_a_frame_at_the_limit_is_read_and_one_byte_more_closes_the_connection(start) -> None:
-    async with start() as running:
-        limit = protocol.frame_limit_bytes(4096)
+@pytest.mark.parametrize(("context", "limit"), [(4096, 262_144), (65_536, 524_288)])
+async def test_a_frame_at_the_limit_is_read_and_one_byte_more_closes_the_connection(start, context, limit) -> None:
+    async with start(context=context) as running:
+        assert protocol.frame_limit_bytes(context) == limit
         frame = '{"type":"nonsense","x":"%s"}'
         fill = limit - len(frame % "")
         async with running.chat() as talk:
