@@ -1,7 +1,12 @@
 import asyncio
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
+from pathlib import Path
 
 import pytest
 
@@ -587,6 +592,27 @@ def test_addresses_become_the_sockets_address(url: str, expected: str) -> None:
 def test_an_address_that_is_none_or_holds_a_key_is_refused(url: str) -> None:
     with pytest.raises(InvalidRequest):
         websocket_url(url)
+
+
+async def test_the_readmes_example_runs() -> None:
+    readme = Path(__file__).parents[1] / "README.md"
+    (example,) = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    async with ScriptedDaemon([Script(deltas=["Par", "is", "."])], key="k") as daemon:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", example),
+            env={**os.environ, "CHATD_URL": daemon.url, "CHATD_KEY": "k"},
+            stdout=asyncio.subprocess.PIPE,
+        )
+        output, _ = await process.communicate()
+    assert process.returncode == 0
+    assert output == b"Paris."
+
+
+def test_the_client_needs_neither_torch_nor_textual() -> None:
+    heavy = "'torch', 'textual', 'transformers', 'numpy'"
+    code = f"import sys, chatd.client; print([name for name in ({heavy}) if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_every_error_class_comes_back_as_itself() -> None:

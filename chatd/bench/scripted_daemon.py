@@ -237,6 +237,8 @@ class ScriptedDaemon:
     # Serving.
 
     def _admit(self, socket: ServerConnection, request: Request) -> Response | None:
+        if request.path == "/ready":
+            return _response(socket, HTTPStatus.OK, b'{"status": "ready"}')
         if self.refuse is not None:
             status, body = self.refuse
             return _response(socket, status, body)

@@ -1,14 +1,7 @@
 """Text that wants to be obeyed, through the widgets and through the whole client in a pseudo-terminal (S19, S20)."""
 
-import asyncio
-import contextlib
-import fcntl
-import os
 import re
-import signal
-import struct
 import sys
-import termios
 from itertools import product
 
 import pytest
@@ -193,7 +186,7 @@ def blocks(text: str) -> p.SessionBlocks:
     return p.SessionBlocks(session="s", title=text, held=1, shared=1, tokens=1, tier=text, active=True)
 
 
-async def test_the_whole_client_in_a_pseudo_terminal_writes_no_raw_control(wait_until, tmp_path) -> None:
+async def test_the_whole_client_in_a_pseudo_terminal_writes_no_raw_control(wait_until, tmp_path, make_terminal) -> None:
     per_answer = 45
     chunks = [CORPUS[start : start + per_answer] for start in range(0, len(CORPUS), per_answer)]
     scripts = [Script(deltas=["\n\n".join(chunk) + f"\n\nEND{n}DNE"]) for n, chunk in enumerate(chunks)]
@@ -203,7 +196,7 @@ async def test_the_whole_client_in_a_pseudo_terminal_writes_no_raw_control(wait_
             "import sys; from pathlib import Path; from chatd_tui.app import ChatApp\n"
             "ChatApp(sys.argv[1], None, copies=Path(sys.argv[2])).run()"
         )
-        async with Terminal([sys.executable, "-c", program, daemon.url, str(tmp_path)]) as terminal:
+        async with make_terminal([sys.executable, "-c", program, daemon.url, str(tmp_path)]) as terminal:
             await wait_until(lambda: b"connected" in terminal.output)
             for n in range(len(chunks)):
                 terminal.write(b"go\r")
@@ -223,42 +216,3 @@ async def test_the_whole_client_in_a_pseudo_terminal_writes_no_raw_control(wait_
     assert b"\x07" not in re.sub(rb"\x1b\]22;[a-z-]*\x07", b"", written)
     assert not re.search(rb"\xc2[\x80-\x9f]", written)
     assert not re.search(rb"\x1b\](?:0|1|2|8|52);", written)
-
-
-class Terminal:
-    """A child on a pseudo-terminal of 100×130, and all that it wrote."""
-
-    def __init__(self, command: list[str]) -> None:
-        self._command = command
-        self.output = b""
-        self.process: asyncio.subprocess.Process | None = None
-
-    async def __aenter__(self) -> "Terminal":
-        self._master, slave = os.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 130, 100, 0, 0))
-        environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
-        self.process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
-        )
-        os.close(slave)
-        os.set_blocking(self._master, False)
-        asyncio.get_running_loop().add_reader(self._master, self._read)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self.process is not None
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(signal.SIGKILL)
-            await self.process.wait()
-        asyncio.get_running_loop().remove_reader(self._master)
-        os.close(self._master)
-
-    def write(self, keys: bytes) -> None:
-        os.write(self._master, keys)
-
-    def _read(self) -> None:
-        try:
-            self.output += os.read(self._master, 65536)
-        except OSError:
-            asyncio.get_running_loop().remove_reader(self._master)

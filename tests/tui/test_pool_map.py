@@ -160,4 +160,4 @@ def test_the_table_lists_sessions_by_what_they_hold_in_aligned_columns() -> None
 
 
 def test_totals_fit_a_narrow_terminal() -> None:
-    assert totals_line(TOTALS).plain == "held 96 (38%)  shared 16  cached 60  free 100  evictions 3  hit 50%"
+    assert totals_line(TOTALS).plain == "active 96 (38%)  shared 16  cached 60  free 100  evictions 3  hit 50%"

@@ -57,7 +57,7 @@ def connect(
 ) -> None:
     """Talk to a chatd daemon in the terminal."""
     address = _http_url(url or client_defaults().url)
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not _has_terminal():
         raise EnvironmentProblem(
             "chatd-tui needs a terminal",
             hint="run it in one; a program can use `chatd.client`, or any OpenAI client with the daemon's /v1",
@@ -76,6 +76,10 @@ def connect(
                 lambda phase, done: status.update(f"{escape(phase)} {done:.0%}" if done else escape(phase))
             )
         run_app(address, key or client_defaults().key)
+
+
+def _has_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _http_url(url: str) -> str:

@@ -53,7 +53,7 @@ class PoolHistory:
 def totals_line(totals: PoolTotals) -> Content:
     """Return the counts of the pool."""
     parts = [
-        ("held", f"{short_number(totals.active)} ({percent(totals.active / max(1, totals.blocks))})"),
+        ("active", f"{short_number(totals.active)} ({percent(totals.active / max(1, totals.blocks))})"),
         ("shared", short_number(totals.shared)),
         ("cached", short_number(totals.cached)),
         ("free", short_number(totals.free)),

@@ -20,12 +20,6 @@ Counts = tuple[int, int, int, int]
 GLYPHS = {"free": "·", "cached": "░", "active": "▒", "shared": "█"}
 VARIABLES = {"free": "faint", "cached": "primary", "active": "success", "shared": "warning"}
 MAX_CELL_WIDTH = 3
-LEGEND = {
-    "free": "free",
-    "cached": "cached, nobody holds it",
-    "active": "held",
-    "shared": "held by several",
-}
 
 
 def cell_state(counts: Counts) -> str:
@@ -69,7 +63,7 @@ def map_rows(states: Sequence[str], layout: MapLayout) -> list[str]:
 
 def legend() -> Content:
     """Return what the glyphs mean."""
-    parts = [Content.assemble((GLYPHS[s], f"${VARIABLES[s]}"), " ", (LEGEND[s], "$muted")) for s in CELL_STATES]
+    parts = [Content.assemble((GLYPHS[s], f"${VARIABLES[s]}"), " ", (s, "$muted")) for s in CELL_STATES]
     return Content("   ").join(parts)
 
 

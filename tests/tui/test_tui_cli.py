@@ -1,0 +1,126 @@
+"""The `chatd-tui` command: what it refuses and how, and that it starts and stops a daemon where it is asked to."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import typer
+from chatd_tui import app as tui_app
+from chatd_tui import cli
+
+from chatd.bench.scripted_daemon import ScriptedDaemon
+from chatd.errors import EnvironmentProblem, InvalidRequest
+
+COMMAND = [sys.executable, "-m", "chatd_tui.cli"]
+NOBODY = "http://127.0.0.1:9"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=60
+    )
+
+
+def test_without_a_terminal_it_says_what_to_do_and_exits_with_3() -> None:
+    done = run(NOBODY)
+    assert done.returncode == 3
+    assert "needs a terminal" in done.stderr
+    assert "chatd.client" in done.stderr
+
+
+def test_an_address_that_is_none_is_a_usage_error() -> None:
+    done = run("ftp://box")
+    assert done.returncode == 2
+    assert "is not the address of a daemon" in done.stderr
+
+
+def test_help_and_version_need_no_terminal() -> None:
+    assert "--key" in run("--help").stdout
+    assert run("--version").returncode == 0
+
+
+async def test_it_connects_draws_and_quits(make_terminal, wait_until, daemon: ScriptedDaemon) -> None:
+    async with make_terminal([*COMMAND, daemon.url], CHATD_KEY="k") as terminal:
+        await wait_until(lambda: b"connected" in terminal.output)
+        terminal.write(b"\x11")
+        await wait_until(lambda: terminal.process.returncode is not None)
+        assert terminal.process.returncode == 0
+
+
+async def test_keys_as_real_terminals_send_them_make_lines(make_terminal, wait_until, daemon: ScriptedDaemon) -> None:
+    async with make_terminal([*COMMAND, daemon.url]) as terminal:
+        await wait_until(lambda: b"connected" in terminal.output)
+        # Alt+Enter, Ctrl+J, Shift+Enter of the Kitty protocol, Shift+Enter of xterm's and tmux's extended keys.
+        for number, newline in enumerate((b"\x1b\r", b"\n", b"\x1b[13;2u", b"\x1b[27;2;13~"), 1):
+            terminal.write(b"%d" % number + newline)
+        terminal.write(b"5\r")
+        await wait_until(lambda: bool(daemon.sessions) and bool(next(iter(daemon.sessions.values())).items))
+        terminal.write(b"\x03\x03")
+        await wait_until(lambda: terminal.process.returncode == 0)
+    assert next(iter(daemon.sessions.values())).items[0].content == "1\n2\n3\n4\n5"
+
+
+class StartedDaemon:
+    log: list[str]
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def __enter__(self) -> "StartedDaemon":
+        self.log.append(f"start {self.url}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.log.append("stop")
+
+    def wait_ready(self, on_phase: Any) -> None:
+        on_phase("loading [/weights]", 0.5)
+        on_phase("starting", 0.0)
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    log: list[str] = []
+    StartedDaemon.log = log
+    monkeypatch.setattr(cli, "LocalDaemon", StartedDaemon)
+    monkeypatch.setattr(cli, "_has_terminal", lambda: True)
+    monkeypatch.setattr(tui_app, "run_app", lambda url, key: log.append(f"app {url} {key}"))
+    monkeypatch.setenv("CHATD_KEY", "k")
+    return log
+
+
+def test_it_offers_to_start_a_daemon_and_stops_it_at_the_end(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(typer, "confirm", lambda *_, **__: True)
+    cli.connect(NOBODY, None, False)
+    assert log == [f"start {NOBODY}", f"app {NOBODY} k", "stop"]
+
+
+def test_a_no_starts_nothing(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(typer, "confirm", lambda *_, **__: False)
+    with pytest.raises(EnvironmentProblem) as caught:
+        cli.connect(NOBODY, None, False)
+    assert caught.value.hint == "start one with `chatd serve`"
+    assert log == []
+
+
+def test_a_daemon_that_does_not_answer_elsewhere_cannot_be_started_here(log: list[str]) -> None:
+    with pytest.raises(EnvironmentProblem):
+        cli._check_can_start("http://192.0.2.1:9")
+    with pytest.raises(EnvironmentProblem):
+        cli._check_can_start("https://127.0.0.1:9")
+    assert log == []
+
+
+def test_without_the_server_it_says_what_to_install(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EnvironmentProblem) as caught:
+        cli.connect(NOBODY, None, False)
+    assert "chatd[server,tui]" in (caught.value.hint or "")
+
+
+def test_a_websocket_address_is_asked_over_http() -> None:
+    assert cli._http_url("wss://box:1/v1/chat/ws") == "https://box:1"
+    assert cli._http_url("box:8790") == "http://box:8790"
+    with pytest.raises(InvalidRequest):
+        cli._http_url("http://key@box")
