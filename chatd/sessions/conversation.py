@@ -24,6 +24,10 @@ from chatd.sessions.events import Subscriber
 __all__ = ["Conversation", "Node", "Owner", "Subscriber"]
 
 ID_TYPE = "I"
+MESSAGE_OVERHEAD_BYTES = 1024
+"""What a message takes beside its text and ids, about: its objects, its event, its place in the tree."""
+BIAS_BYTES = 128
+"""What one entry of an answer's `logit_bias` takes, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class Node:
         prompt_ids: Of an answer: ids between the answer before and this one.
         ids: Of an answer: its tokens, up to the one that ended it.
         is_answer: It was computed here, so it has ids.
+        num_tokens_before: Length of the log up to this message.
+        num_bytes: Memory that its conversation is charged for it.
     """
 
     id: str
@@ -68,6 +74,7 @@ class Node:
     ids: array[int] = field(default_factory=lambda: array(ID_TYPE))
     is_answer: bool = False
     num_tokens_before: int = 0
+    num_bytes: int = 0
     _parts: list[str] = field(default_factory=list)
 
     @property
@@ -117,8 +124,8 @@ class Conversation:
         self.system = system
         self.head = head
         self._nodes: dict[str, Node] = {node.id: node for node in path_to(head)}
-        self.num_text_bytes = 0
-        """Text that was added here, in bytes of memory; what was shared at the start is not counted."""
+        self.num_bytes = 0
+        """Memory of the messages that were added here, about; what was shared at the start is not counted."""
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -154,7 +161,7 @@ class Conversation:
         )
         if content:
             node.append_text(content)
-            self.num_text_bytes += getsizeof(content)
+        self._charge(node, MESSAGE_OVERHEAD_BYTES + getsizeof(content))
         self._nodes[node_id] = node
         self.head = node
         return node
@@ -174,6 +181,7 @@ class Conversation:
         node.prompt_ids = array(ID_TYPE, prompt_ids)
         node.sampling = sampling
         node.stop_strings = stop_strings
+        self._charge(node, getsizeof(node.prompt_ids) + BIAS_BYTES * len(sampling.logit_bias))
         return node
 
     def end_answer(self, answer: Node, *, status: ItemStatus, reason: str, usage: Usage, timings: Timings) -> None:
@@ -183,20 +191,23 @@ class Conversation:
         answer.reason = reason
         answer.usage = usage
         answer.timings = timings
-        self.num_text_bytes += getsizeof(answer.content)
+        self._charge(answer, getsizeof(answer.content) + answer.ids.itemsize * usage.output_tokens)
 
     def remove_from(self, node: Node, previous_head: Node | None) -> None:
         """Take a failed turn out again, from `node` to the head, and go back to the head before it."""
         removed = self.head
         while removed is not None:
             del self._nodes[removed.id]
-            if not removed.is_answer and removed.content:
-                self.num_text_bytes -= getsizeof(removed.content)
+            self.num_bytes -= removed.num_bytes
             if removed is node:
                 break
             removed = removed.parent
         assert removed is node, f"{node.id} is not on the path to the head"
         self.head = previous_head
+
+    def _charge(self, node: Node, num_bytes: int) -> None:
+        node.num_bytes += num_bytes
+        self.num_bytes += num_bytes
 
 
 def path_to(node: Node | None) -> list[Node]:

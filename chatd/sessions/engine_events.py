@@ -27,6 +27,7 @@ from chatd.engine.plan import RequestId
 from chatd.errors import EngineError
 from chatd.protocol import ResponsePreempted, ResponsePrefill, ResponseQueued, ResponseResumed, SessionTier
 from chatd.sessions.conversation import Owner
+from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.session import Session
 from chatd.sessions.turns import TurnRunner
 
@@ -67,13 +68,15 @@ class EngineEvents:
 
     Args:
         runner: Runs the turns.
+        requests: Says which turn a request is of.
         by_lease: Every session, hidden ones too, by its lease; read at each message.
     """
 
-    def __init__(self, runner: TurnRunner, by_lease: Mapping[LeaseId, Session]) -> None:
+    def __init__(self, runner: TurnRunner, requests: EngineRequests, by_lease: Mapping[LeaseId, Session]) -> None:
         self.engine_stats: EngineStats | None = None
         self.lease_sessions = LeaseSessions(by_lease)
         self._runner = runner
+        self._requests = requests
         self._by_lease = by_lease
         self._pool_listeners: list[PoolListener] = []
 
@@ -156,7 +159,7 @@ class EngineEvents:
                 pass
 
     def _on_started(self, message: Started) -> None:
-        turn = self._runner.turn_of(message.request)
+        turn = self._requests.turn_of(message.request)
         if turn is None:
             return
         turn.num_cached_tokens = message.num_cached_tokens
@@ -166,7 +169,7 @@ class EngineEvents:
         self._tell_prefill(session, message.num_cached_tokens, message.num_prompt_tokens, message.num_cached_tokens)
 
     def _on_prefill(self, message: Prefill) -> None:
-        turn = self._runner.turn_of(message.request)
+        turn = self._requests.turn_of(message.request)
         if turn is not None:
             self._tell_prefill(turn.session, message.done, message.total, turn.num_cached_tokens)
 
@@ -175,13 +178,13 @@ class EngineEvents:
         session.tell(ResponsePrefill(session=session.id, done=done, total=total, cached=cached))
 
     def _on_waiting(self, message: Waiting) -> None:
-        turn = self._runner.turn_of(message.request)
+        turn = self._requests.turn_of(message.request)
         if turn is not None:
             turn.session.latest.queued = {"position": message.position, "why": str(message.why)}
             turn.session.tell(ResponseQueued(session=turn.session.id, position=message.position, why=str(message.why)))
 
     def _on_preempted(self, message: Preempted) -> None:
-        turn = self._runner.turn_of(message.request)
+        turn = self._requests.turn_of(message.request)
         if turn is not None:
             event = ResponseResumed if message.resumed else ResponsePreempted
             turn.session.tell(event(session=turn.session.id))

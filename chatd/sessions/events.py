@@ -17,6 +17,8 @@ from chatd.protocol import (
     OutputTextDelta,
     ResponseCompleted,
     ResponseIncomplete,
+    SessionInfo,
+    SessionUpdated,
     TranscriptEvent,
 )
 
@@ -98,7 +100,15 @@ def event_bytes(event: TranscriptEvent) -> int:
         return EVENT_OVERHEAD_BYTES + sys.getsizeof(event.delta) + logprobs
     if isinstance(event, ItemAdded | ResponseCompleted | ResponseIncomplete):
         return 2 * EVENT_OVERHEAD_BYTES + sys.getsizeof(event.item.content)
+    if isinstance(event, SessionUpdated):
+        return 4 * EVENT_OVERHEAD_BYTES + _info_bytes(event.info)
     return 4 * EVENT_OVERHEAD_BYTES
+
+
+def _info_bytes(info: SessionInfo) -> int:
+    """Return the size of what clients decide: a system prompt changed again and again is in each of its events."""
+    texts = [info.title, info.system or "", *info.metadata, *info.metadata.values(), *info.params.stop]
+    return sum(map(sys.getsizeof, texts)) + 128 * len(info.params.logit_bias or ())
 
 
 class Subscription:

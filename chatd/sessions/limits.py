@@ -15,6 +15,8 @@ class SessionLimits:
         max_content_bytes: Largest message.
         max_history_bytes: All messages that one request or one new session brings along.
         max_session_bytes: All messages of one session, every branch included.
+        max_text_bytes_per_user: All messages of one user's sessions. Closed ones go, the longest unused first, where
+            room is needed; so do those of stateless requests, which are counted by themselves.
         max_turns_per_user: Answers in progress, waiting ones included.
         replay_events: Events that a session keeps for clients that reconnect.
         replay_bytes: Bytes of those events.
@@ -28,6 +30,7 @@ class SessionLimits:
     max_content_bytes: int = 2**20
     max_history_bytes: int = 4 * 2**20
     max_session_bytes: int = 16 * 2**20
+    max_text_bytes_per_user: int = 256 * 2**20
     max_turns_per_user: int = 64
     replay_events: int = 8192
     replay_bytes: int = 2**20

@@ -14,49 +14,41 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
 
 from chatd.engine.client import EngineEvent
-from chatd.engine.messages import (
-    EngineStats,
-    RequestClass,
-    Retain,
-    WatchPool,
-)
+from chatd.engine.messages import EngineStats, WatchPool
 from chatd.engine.plan import RequestId
-from chatd.errors import Conflict, InvalidRequest, PermissionDenied
 from chatd.protocol import (
     AttachRole,
     Item,
-    Message,
-    Params,
     SessionAttach,
     SessionAttached,
-    SessionClosed,
     SessionCreate,
     SessionCreated,
     SessionInfo,
     SessionList,
     SessionListed,
     SessionUpdate,
-    TranscriptEvent,
     UserMessage,
 )
-from chatd.sessions.conversation import Conversation, Node, Owner, Subscriber, log_of
+from chatd.sessions.attachments import Attachments
+from chatd.sessions.completion import Completion, CompletionDelta, CompletionRequest
+from chatd.sessions.conversation import Owner, Subscriber, log_of
 from chatd.sessions.engine_events import EngineEvents, LeaseHolder, LeaseSessions, PoolListener
+from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.model_profile import ModelProfile, draw_seed
+from chatd.sessions.native import NativeDoor
 from chatd.sessions.ports import ChatEncoder, EngineGateway, Vocabulary
-from chatd.sessions.session import Session, title_of
-from chatd.sessions.stateless import Completion, CompletionDelta, CompletionRequest, StatelessDoor, check_messages
+from chatd.sessions.session import Session
+from chatd.sessions.stateless import StatelessDoor
 from chatd.sessions.stats import SessionStats, TurnObserver
 from chatd.sessions.store import SessionStore
-from chatd.sessions.tokenizer import check_size
 from chatd.sessions.turn import Turn
-from chatd.sessions.turns import TurnRunner, check_free
+from chatd.sessions.turns import TurnRunner
 
 __all__ = [
     "Completion",
@@ -72,8 +64,6 @@ __all__ = [
     "Subscriber",
     "TurnObserver",
 ]
-
-_log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 30.0
 DRAIN_CANCEL_S = 1.0
@@ -114,30 +104,26 @@ class SessionManager:
         self.limits = limits
         self.stats = SessionStats()
         self._engine = engine
-        self._clock = clock
-        self._new_id = new_id or _random_id
+        self._requests = EngineRequests(engine)
+        new_id = new_id or _random_id
         self._runner = TurnRunner(
-            engine,
+            self._requests,
             encoder,
             vocabulary,
             model,
             limits,
             self.stats,
-            new_id=self._new_id,
+            new_id=new_id,
             monotonic=monotonic,
             on_ended=self._on_turn_ended,
             draw=draw,
         )
-        self._store = SessionStore(self._runner, limits, new_id=self._new_id, clock=clock)
-        self._door = StatelessDoor(
-            self._runner,
-            limits,
-            self.stats,
-            new_session=self._store.open_hidden,
-            drop_session=self._store.drop,
-        )
-        self._attached: dict[str, dict[str, Session]] = {}
-        self._events = EngineEvents(self._runner, self._store.by_lease)
+        self._store = SessionStore(self._requests, lambda: self.model, limits, new_id=new_id, clock=clock)
+        self._attachments = Attachments(self._requests, boot)
+        self._native = NativeDoor(self._runner, self._store, self._attachments, limits, new_id=new_id, clock=clock)
+        self._door = StatelessDoor(self._runner, self._requests, self._store, limits, self.stats)
+        self._events = EngineEvents(self._runner, self._requests, self._store.by_lease)
+        self._clock = clock
         if engine.ready is not None:
             self._runner.on_ready(engine.ready)
 
@@ -188,7 +174,7 @@ class SessionManager:
 
     def watch_pool(self, interval_s: float, *, with_map: bool = False, with_leases: bool = False) -> None:
         """Ask the engine for pool frames, no more often than every `interval_s`; 0 stops them."""
-        self._runner.send_about(WatchPool(interval_s, with_map, with_leases))
+        self._requests.tell(WatchPool(interval_s, with_map, with_leases))
 
     def add_pool_listener(self, listener: PoolListener) -> Callable[[], None]:
         """Call `listener` with every pool frame; returns what removes it."""
@@ -208,28 +194,10 @@ class SessionManager:
         """Open a session.
 
         Raises:
-            RateLimited: `too_many_sessions`.
+            RateLimited: `too_many_sessions`, or `too_much_text`.
             InvalidRequest: A content is too large (`content_too_large`), or there are two system prompts.
         """
-        messages = list(command.messages)
-        system = command.system
-        if messages:
-            check_messages(messages, self.limits)
-        if messages and messages[0].role == "system":
-            if system is not None:
-                raise InvalidRequest("system is given twice, as a field and as the first message", param="system")
-            system = messages.pop(0).content
-        if system is not None:
-            check_size((system,), self.limits.max_content_bytes)
-        self._check_params(command.params)
-        self._store.check_room(owner)
-        session = self._store.open(owner, Conversation(system))
-        session.params = command.params
-        session.metadata = dict(command.metadata)
-        session.title = command.title or ""
-        for message in messages:
-            self._add_message(session, message, session.conversation.head)
-        return session
+        return self._native.create(owner, command)
 
     def created(
         self, session: Session, subscriber: Subscriber, *, re: str | None = None, role: AttachRole = "writer"
@@ -238,11 +206,7 @@ class SessionManager:
 
         The messages that it brought along follow as `item.added`, unless they are more than the ring holds.
         """
-        replay = session.ring.after(0)
-        self._subscribe(session, subscriber, role, replay or [])
-        return SessionCreated(
-            session=session.info(), head_seq=0 if replay is not None else session.ring.head_seq, re=re
-        )
+        return self._attachments.created(session, subscriber, role, re)
 
     def list(self, owner: Owner, command: SessionList) -> SessionListed:
         """Return an owner's sessions, last used first; `query` is looked for in titles and texts.
@@ -268,19 +232,7 @@ class SessionManager:
         What it missed is replayed exactly where the client saw this `boot` and the ring still has all events after
         `after_seq`; otherwise the frame has a snapshot at `head_seq`, and events after that follow.
         """
-        replay = None
-        if command.after_seq is not None and command.boot == self.boot:
-            replay = session.ring.after(command.after_seq)
-        head_seq = session.ring.head_seq
-        snapshot = session.snapshot(command.history) if replay is None else None
-        self._subscribe(session, subscriber, command.role, replay or [])
-        return SessionAttached(
-            session=session.id,
-            head_seq=head_seq,
-            replay="exact" if snapshot is None else "snapshot",
-            snapshot=snapshot,
-            re=command.id,
-        )
+        return self._attachments.attach(session, subscriber, command)
 
     def start(self, session: Session, subscriber: Subscriber) -> None:
         """Deliver what a connection missed while it was held, and from now on every event as it happens."""
@@ -288,14 +240,11 @@ class SessionManager:
 
     def detach(self, session: Session, subscriber: Subscriber) -> None:
         """Deliver no more of a session's events; an answer in progress goes on."""
-        if session.unsubscribe(subscriber):
-            self._forget_attached(session, subscriber.connection_id)
-            self._retain(session)
+        self._attachments.detach(session, subscriber)
 
     def detach_all(self, subscriber: Subscriber) -> None:
         """Detach a connection that is gone from everything."""
-        for session in list(self._attached.get(subscriber.connection_id, {}).values()):
-            self.detach(session, subscriber)
+        self._attachments.detach_all(subscriber)
 
     async def update(
         self, session: Session, command: SessionUpdate, *, re: str | None = None, subscriber: Subscriber | None = None
@@ -306,25 +255,9 @@ class SessionManager:
             Conflict: `system` after the first message, or while an answer is in progress.
             InvalidRequest: A parameter is out of range, or the system prompt is too large.
             PermissionDenied: The sender is an observer.
+            RateLimited: `too_much_text`.
         """
-        _check_writer(session, subscriber)
-        if command.system is not None:
-            check_free(session)
-            if session.conversation.head is not None:
-                raise Conflict("system cannot change after the first message", code="system_fixed")
-            check_size((command.system,), self.limits.max_content_bytes)
-        if command.params is not None:
-            self._check_params(command.params)
-            session.params = command.params
-        if command.system is not None:
-            session.conversation.system = command.system
-        if command.title is not None:
-            session.title = command.title
-        if command.archived is not None:
-            session.archived = command.archived
-        if command.pinned is not None:
-            session.pinned = command.pinned
-        session.emit_updated(re, subscriber)
+        self._native.update(session, command, re=re, subscriber=subscriber)
 
     async def close(self, session: Session, *, re: str | None = None, subscriber: Subscriber | None = None) -> None:
         """Release a session's KV and keep its text; an answer in progress is cancelled first. Everybody is detached.
@@ -334,20 +267,7 @@ class SessionManager:
         Raises:
             PermissionDenied: The sender is an observer.
         """
-        _check_writer(session, subscriber)
-        while session.turn is not None:
-            turn = session.turn
-            self._runner.cancel(turn)
-            await turn.ended.wait()
-        self._store.release(session)
-        session.closed = True
-        closed = SessionClosed(session=session.id)
-        for connection_id in session.connections():
-            self._forget_attached(session, connection_id)
-        sent = session.close_subscriptions(closed, re, subscriber)
-        if subscriber is not None and not sent:
-            subscriber.deliver(SessionClosed(session=session.id, re=re))
-        self._store.drop_old_closed(session.owner)
+        await self._native.close(session, re=re, subscriber=subscriber)
 
     # Turns.
 
@@ -360,47 +280,12 @@ class SessionManager:
             Conflict: `session_busy`.
             PermissionDenied: The sender is an observer.
             Unavailable: `engine_unavailable`.
-            RateLimited: `too_many_turns`, or `too_many_sessions` where the session was closed.
-            InvalidRequest: The content is too large (`content_too_large`), a parameter is out of range, or `parent` is
-                no message of the session.
+            RateLimited: `too_many_turns`, `too_much_text`, or `too_many_sessions` where the session was closed.
+            InvalidRequest: The content or the session is too large (`content_too_large`, `session_too_large`), a
+                parameter is out of range, or `parent` is no message of the session.
             ContextLengthExceeded: It can never fit.
         """
-        _check_writer(session, subscriber)
-        check_free(session)
-        self._check_text(session, command.content)
-        parent = session.conversation.head
-        if command.parent is not None:
-            parent = session.conversation.get(command.parent)
-            if parent is None:
-                raise InvalidRequest(f"{command.parent[:64]!r} is no message of this session", param="parent")
-        if session.closed:
-            self._store.check_room(session.owner)
-        message = Message(role="user", content=command.content)
-        if not command.respond:
-            if command.params is not None:
-                self._check_params(command.params)
-            node = self._add_message(session, message, parent, re=command.id, sender=subscriber)
-            self._entitle(session, node)
-            session.closed = False
-            return
-
-        def on_accepted(turn: Turn, added: Sequence[Node]) -> None:
-            session.closed = False
-            session.updated_at = self._clock()
-            for node in added:
-                session.emit_item(node, command.id, subscriber)
-                turn.given_title = self._entitle(session, node)
-            session.emit_created(turn)
-
-        await self._runner.begin(
-            session,
-            [message],
-            parent=parent,
-            params=command.params or Params(),
-            sink=session,
-            request_class=RequestClass.INTERACTIVE,
-            on_accepted=on_accepted,
-        )
+        await self._native.user_message(session, command, subscriber)
 
     async def cancel(self, session: Session, subscriber: Subscriber | None = None) -> None:
         """End the answer in progress; `response.incomplete` follows, with what there is of it.
@@ -409,10 +294,7 @@ class SessionManager:
             Conflict: `not_responding`.
             PermissionDenied: The sender is an observer.
         """
-        _check_writer(session, subscriber)
-        if session.turn is None:
-            raise Conflict(f"session {session.id} has no answer in progress", code="not_responding")
-        self._runner.cancel(session.turn)
+        self._native.cancel(session, subscriber)
 
     async def complete(self, owner: Owner, request: CompletionRequest) -> Completion:
         """Answer a stateless request from the longest known part of its history.
@@ -427,7 +309,7 @@ class SessionManager:
 
     def log_of_request(self, request: RequestId) -> tuple[str, builtins.list[int]]:
         """Return the tenant and ids of a request in flight, for checks: the engine holds exactly these (I25)."""
-        turn = self._runner.turn_of(request)
+        turn = self._requests.turn_of(request)
         assert turn is not None, f"request {request} is not in flight"
         ids = log_of(turn.answer)
         return turn.session.owner.tenant, [*ids, *(turn.text.ids if turn.text is not None else ())]
@@ -441,73 +323,13 @@ class SessionManager:
                 self._runner.cancel(turn, "draining")
         await _wait_for_ends(turns, DRAIN_CANCEL_S)
 
-    # What all of them need.
-
-    def _subscribe(
-        self, session: Session, subscriber: Subscriber, role: AttachRole, replay: builtins.list[TranscriptEvent]
-    ) -> None:
-        session.subscribe(subscriber, role, replay)
-        self._attached.setdefault(subscriber.connection_id, {})[session.id] = session
-        self._retain(session)
-
-    def _forget_attached(self, session: Session, connection_id: str) -> None:
-        attached = self._attached.get(connection_id, {})
-        attached.pop(session.id, None)
-        if not attached:
-            self._attached.pop(connection_id, None)
-
-    def _add_message(
-        self,
-        session: Session,
-        message: Message,
-        parent: Node | None,
-        *,
-        re: str | None = None,
-        sender: Subscriber | None = None,
-    ) -> Node:
-        node = session.conversation.add_message(self._new_id("msg"), message.role, message.content, parent)
-        session.updated_at = self._clock()
-        session.emit_item(node, re, sender)
-        return node
-
-    def _entitle(self, session: Session, node: Node) -> str | None:
-        """Give a session that has no title one from its first words, and return it."""
-        title = title_of(node.content)
-        if session.title or not title:
-            return None
-        session.title = title
-        session.emit_updated()
-        return title
-
-    def _check_text(self, session: Session, content: str) -> None:
-        """Refuse a message that is too large, or would make its session so."""
-        check_size((content,), self.limits.max_content_bytes)
-        held = session.conversation.num_text_bytes
-        if held + len(content) > self.limits.max_session_bytes:
-            raise InvalidRequest(
-                f"the session has {held} bytes of text, the limit is {self.limits.max_session_bytes}",
-                code="session_too_large",
-                param="content",
-                hint="start a new session",
-            )
-
-    def _check_params(self, params: Params) -> None:
-        """Refuse parameters that no prompt could use."""
-        self.model.resolve(params, 0)
-
-    def _retain(self, session: Session) -> None:
-        """Tell the engine whether anybody is attached, where it has something to value by that."""
-        lease = session.lease
-        if self._runner.is_ready and lease.epoch == self._runner.epoch and lease.node is not None:
-            self._runner.send_about(Retain(lease.id, session.num_attached > 0))
-
     def _on_turn_ended(self, turn: Turn, committed: bool) -> None:
         session = turn.session
         session.updated_at = self._clock()
         if session.hidden:
             self._door.on_ended(turn, committed=committed)
         elif session.num_attached:
-            self._retain(session)
+            self._requests.retain(session)
 
     def sweep(self) -> None:
         """Drop events that are too old to be replayed."""
@@ -531,8 +353,3 @@ async def _wait_for_ends(turns: Sequence[Turn], timeout_s: float) -> None:
 
 def _random_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(12)}"
-
-
-def _check_writer(session: Session, subscriber: Subscriber | None) -> None:
-    if subscriber is not None and session.role_of(subscriber) == "observer":
-        raise PermissionDenied("this connection is attached as an observer", code="observer")

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,6 +22,8 @@ from chatd.protocol import ModelInfo, Params
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 SEED_BITS = 63
+MAX_BYTES_PER_TOKEN = 8
+"""Text with more bytes than this for each token of the context is not tokenized; prose and code have 3 to 5."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 NO_PARAMS = Params()
@@ -44,7 +46,6 @@ class ModelProfile:
         stop_token_ids: Ids that end an answer.
         defaults: Sampling parameters of generation_config.json.
         max_tokens: Longest answer, or None for the rest of the context.
-        thoughts: Whether a template that drops the thoughts of earlier answers gets its way.
         block_size: Tokens of a block.
         blocks: Blocks of the pool.
     """
@@ -55,7 +56,6 @@ class ModelProfile:
     stop_token_ids: frozenset[int] = frozenset()
     defaults: Params = NO_PARAMS
     max_tokens: int | None = None
-    thoughts: Literal["keep", "drop"] = "drop"
     block_size: int = 0
     blocks: int = 0
 
@@ -112,6 +112,25 @@ class ModelProfile:
         """Tokens of the longest prompt that leaves room for one token of an answer."""
         pool = self.blocks * self.block_size
         return min(self.context, pool if pool else self.context) - 1
+
+    def check_text(self, contents: Sequence[str]) -> None:
+        """Refuse text that cannot fit, before it is tokenized.
+
+        Raises:
+            ContextLengthExceeded: Names the numbers.
+        """
+        limit = MAX_BYTES_PER_TOKEN * self.context
+        # A character has at least one byte, so what is long enough by characters is not copied to be measured.
+        num_bytes = sum(map(len, contents))
+        if num_bytes <= limit:
+            num_bytes = sum(len(content.encode(errors="surrogatepass")) for content in contents)
+        if num_bytes > limit:
+            raise ContextLengthExceeded(
+                f"prompt has at least {num_bytes} bytes of new text, the limit is {limit}"
+                f" ({MAX_BYTES_PER_TOKEN} for each token of max_model_len {self.context})",
+                param="content",
+                hint="start a new session, or send less",
+            )
 
     def check_prompt(self, num_tokens: int) -> None:
         """Refuse a prompt that can never fit.

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date as Date
+from typing import Literal
 
 from chatd.errors import InvalidRequest, ModelError
 from chatd.protocol import Message, Role
@@ -27,6 +28,9 @@ from chatd.sessions.tokenizer import AddedToken, ChatTokenizer, check_size, stri
 MAX_CONTENT_BYTES = 4 * 1024 * 1024
 JOINT = "\n\n"
 """Between two contents that a template cannot tell apart."""
+
+Thoughts = Literal["auto", "keep", "drop"]
+"""What becomes of the thoughts of earlier answers: what the template does, or one of the two whatever it does."""
 
 _CHECK_DATE = Date(2024, 7, 26)
 
@@ -63,14 +67,24 @@ class PromptEncoder:
 
     Args:
         max_bytes: The most UTF-8 bytes of content that one call encodes.
+        thoughts: Whether earlier answers keep their thoughts.
 
     Raises:
         ModelError: Content could yield a control id, or plain conversations give other ids than the template's text.
     """
 
-    def __init__(self, template: ChatTemplate, tokenizer: ChatTokenizer, *, max_bytes: int = MAX_CONTENT_BYTES) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        tokenizer: ChatTokenizer,
+        *,
+        max_bytes: int = MAX_CONTENT_BYTES,
+        thoughts: Thoughts = "auto",
+    ) -> None:
         self.template = template
         self.max_bytes = max_bytes
+        self.drops_thoughts = template.kind.drops_thoughts if thoughts == "auto" else thoughts == "drop"
+        """Whether later prompts have earlier answers without their thoughts."""
         self._tokenizer = tokenizer
         self._shape = template.shape
         template_text = "\n".join(piece for text in self._shape.texts() for piece in text if isinstance(piece, str))
@@ -155,9 +169,9 @@ class PromptEncoder:
         return self._encode(self._closing)
 
     def settle(self, answer_ids: Sequence[int]) -> SettledAnswer | None:
-        """Return an answer without its thoughts, as the template has it in history; None where nothing changes."""
+        """Return an answer without its thoughts, as history has it where it has none; None where nothing changes."""
         thought_end = self.thought_end_id
-        if not self.template.kind.drops_thoughts or thought_end is None or thought_end not in answer_ids:
+        if not self.drops_thoughts or thought_end is None or thought_end not in answer_ids:
             return None
         prompt = self._encode(self._items[self._shape.to_answer["user"]], _CHECK_DATE)
         history = self._encode(self._items[self._shape.between["user", "assistant"]], _CHECK_DATE)
@@ -248,7 +262,9 @@ class PromptEncoder:
 
     def _trimmed(self, message: _Said, trim: Trim | None = None) -> str:
         """Return a content as the template would write it; `trim` goes before that of its role."""
-        content = self._shape.without_thoughts(message.content) if message.role == "assistant" else message.content
+        content = message.content
+        if self.drops_thoughts and message.role == "assistant":
+            content = self._shape.without_thoughts(content)
         trim = trim or self._shape.trims.get(message.role)
         return content if trim is None else trim.apply(content)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from sys import getsizeof
 
 import msgspec
 
@@ -152,6 +153,11 @@ class Session:
         if turn is not None and turn.text is not None and turn.answer is self.conversation.head:
             used += len(turn.text.ids)
         return used
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the messages and the system prompt, about."""
+        return self.conversation.num_bytes + getsizeof(self.conversation.system or "")
 
     def snapshot(self, history: HistoryScope) -> Snapshot:
         """Return the session at `ring.head_seq`; an answer in progress is always in it."""

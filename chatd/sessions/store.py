@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from sys import getsizeof
 
 from chatd.engine.messages import LeaseId
 from chatd.errors import InvalidRequest, NotFound, RateLimited
 from chatd.protocol import SessionInfo, SessionList, SessionListed
 from chatd.sessions.conversation import Conversation, Owner
+from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.events import EventRing
 from chatd.sessions.limits import SessionLimits
+from chatd.sessions.model_profile import ModelProfile
 from chatd.sessions.session import Lease, Session
-from chatd.sessions.turns import TurnRunner
 
 MAX_SEARCHED_CHARS = 4 * 2**20
 
@@ -21,7 +23,8 @@ class SessionStore:
     """All sessions of a daemon.
 
     Args:
-        runner: Knows the model, and releases leases.
+        requests: Releases leases.
+        model: Gives the limits of the served model as they are now.
         limits: Bounds.
         new_id: Makes ids with a prefix.
         clock: Gives Unix seconds.
@@ -32,7 +35,8 @@ class SessionStore:
 
     def __init__(
         self,
-        runner: TurnRunner,
+        requests: EngineRequests,
+        model: Callable[[], ModelProfile],
         limits: SessionLimits,
         *,
         new_id: Callable[[str], str],
@@ -40,7 +44,8 @@ class SessionStore:
     ) -> None:
         self.by_lease: dict[LeaseId, Session] = {}
         self._by_owner: dict[Owner, dict[str, Session]] = {}
-        self._runner = runner
+        self._requests = requests
+        self._model = model
         self._limits = limits
         self._new_id = new_id
         self._clock = clock
@@ -96,6 +101,44 @@ class SessionStore:
                 hint="close a session that is no longer needed",
             )
 
+    def check_text_room(self, owner: Owner, texts: Iterable[str], session: Session | None = None) -> None:
+        """Refuse texts that do not fit beside an owner's open sessions; closed ones make room, see `trim_closed`.
+
+        Args:
+            session: Where the texts go; None for a new session.
+
+        Raises:
+            RateLimited: `too_much_text`.
+        """
+        owned = self._by_owner.get(owner, {}).values()
+        held = sum(other.num_bytes for other in owned if not other.closed or other is session)
+        held += sum(map(getsizeof, texts))
+        limit = self._limits.max_text_bytes_per_user
+        if held > limit:
+            raise RateLimited(
+                f"open sessions would have {held} bytes of text, the limit is {limit}"
+                " (sessions.max_text_bytes_per_user)",
+                code="too_much_text",
+                hint="close a session that is no longer needed",
+            )
+
+    def trim_closed(self, owner: Owner) -> None:
+        """Forget closed sessions that are too many or whose text has no room, the longest unused first."""
+        owned = self._by_owner.get(owner, {}).values()
+        closed = sorted(
+            (session for session in owned if session.closed and session.turn is None),
+            key=lambda session: session.updated_at,
+        )
+        num_bytes = sum(session.num_bytes for session in owned)
+        for num_left, session in zip(range(len(closed), 0, -1), closed, strict=True):
+            if (
+                num_left <= self._limits.max_closed_sessions_per_user
+                and num_bytes <= self._limits.max_text_bytes_per_user
+            ):
+                break
+            num_bytes -= session.num_bytes
+            self.drop(session)
+
     def open(self, owner: Owner, conversation: Conversation) -> Session:
         """Make a session that its owner sees."""
         session = self._make(owner, conversation, hidden=False)
@@ -106,15 +149,15 @@ class SessionStore:
         """Make a session for stateless requests; no name leads to it."""
         return self._make(owner, conversation, hidden=True)
 
-    def release(self, session: Session) -> None:
-        """Give up an idle session's lease; its next turn is under a new one."""
-        del self.by_lease[session.lease.id]
-        self._runner.release(session, self._next_lease())
-        self.by_lease[session.lease.id] = session
+    def close(self, session: Session) -> None:
+        """Give up an idle session's KV and keep its text, while there are not too many closed ones."""
+        self._release(session)
+        session.closed = True
+        self.trim_closed(session.owner)
 
     def drop(self, session: Session) -> None:
         """Forget an idle session."""
-        self.release(session)
+        self._release(session)
         del self.by_lease[session.lease.id]
         if not session.hidden:
             owned = self._by_owner[session.owner]
@@ -122,20 +165,17 @@ class SessionStore:
             if not owned:
                 del self._by_owner[session.owner]
 
-    def drop_old_closed(self, owner: Owner) -> None:
-        """Forget the closed sessions of an owner that are too many, the longest unused first."""
-        closed = sorted(
-            (session for session in self._by_owner.get(owner, {}).values() if session.closed and session.turn is None),
-            key=lambda session: session.updated_at,
-        )
-        for session in closed[: max(0, len(closed) - self._limits.max_closed_sessions_per_user)]:
-            self.drop(session)
-
     def sweep(self) -> None:
         """Drop events that are too old to be replayed."""
         now = self._clock()
         for session in self.by_lease.values():
             session.ring.expire(now)
+
+    def _release(self, session: Session) -> None:
+        """Give up an idle session's lease; its next turn is under a new one."""
+        del self.by_lease[session.lease.id]
+        self._requests.release(session, self._next_lease())
+        self.by_lease[session.lease.id] = session
 
     def _make(self, owner: Owner, conversation: Conversation, *, hidden: bool) -> Session:
         limits = self._limits
@@ -145,8 +185,8 @@ class SessionStore:
             conversation,
             Lease(self._next_lease()),
             EventRing(max_events=limits.replay_events, max_bytes=limits.replay_bytes, ttl_s=limits.replay_ttl_s),
-            model_id=self._runner.model.id,
-            context_max=lambda: self._runner.model.context,
+            model_id=self._model().id,
+            context_max=lambda: self._model().context,
             clock=self._clock,
             hidden=hidden,
         )

@@ -129,7 +129,7 @@ class TemplateShape:
 
     def without_thoughts(self, content: str) -> str:
         """Return an earlier answer's text as a thought-dropping template writes it."""
-        if not self.kind.drops_thoughts or THOUGHT_END not in content:
+        if THOUGHT_END not in content:
             return content
         return content.rpartition(THOUGHT_END)[2].lstrip(self.thought_strip)
 

@@ -1,4 +1,4 @@
-"""Runs turns: from a message to the one end of its answer. The only part of sessions that talks to the engine of turns.
+"""Runs turns: from a message to the one end of its answer.
 
 A turn encodes what its messages add, submits it under the session's lease, and then only reacts to what the engine
 says. The flag that keeps a second turn out is `Session.turn`: set before the first await, cleared on every exit.
@@ -13,34 +13,16 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from chatd.engine.messages import (
-    Cancel,
-    Done,
-    Finish,
-    FinishReason,
-    Fork,
-    FrontMessage,
-    LeaseId,
-    Ready,
-    Release,
-    RequestClass,
-    Submit,
-    Tier,
-)
+from chatd.engine.messages import Done, FinishReason, Ready, RequestClass
 from chatd.engine.plan import RequestId
-from chatd.errors import (
-    ChatdError,
-    Conflict,
-    EngineError,
-    RateLimited,
-    Unavailable,
-)
+from chatd.errors import ChatdError, Conflict, EngineError, RateLimited, Unavailable
 from chatd.protocol import Message, Params, Usage
-from chatd.sessions.conversation import ID_TYPE, Node, Owner, common_length, last_answer, log_between, pending_after
+from chatd.sessions.conversation import ID_TYPE, Node, Owner, last_answer, pending_after
 from chatd.sessions.endings import error_of, timings_of
+from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.model_profile import ModelProfile, draw_seed
-from chatd.sessions.ports import ChatEncoder, EngineGateway, Vocabulary
+from chatd.sessions.ports import ChatEncoder, Vocabulary
 from chatd.sessions.session import Session
 from chatd.sessions.stats import SessionStats, TurnObserver
 from chatd.sessions.turn import AnswerText, TextDelta, TokenLogprobs, Turn, TurnEnd, TurnSink
@@ -52,7 +34,7 @@ class TurnRunner:
     """All turns in flight.
 
     Args:
-        engine: Where requests go.
+        requests: What the engine was given.
         encoder: Makes prompts' ids; called in threads.
         vocabulary: Makes text of ids.
         model: Limits and defaults; replaced when the engine says what fits.
@@ -65,7 +47,7 @@ class TurnRunner:
 
     def __init__(
         self,
-        engine: EngineGateway,
+        requests: EngineRequests,
         encoder: ChatEncoder,
         vocabulary: Vocabulary,
         model: ModelProfile,
@@ -77,11 +59,9 @@ class TurnRunner:
         on_ended: Callable[[Turn, bool], None],
         draw: Callable[[], int] = draw_seed,
     ) -> None:
-        self.engine = engine
+        self.requests = requests
         self.model = model
         self.is_ready = False
-        self.epoch = 0
-        """Counts engine processes; a lease of an earlier one holds nothing."""
         self.observers: list[TurnObserver] = []
         self._encoder = encoder
         self._vocabulary = vocabulary
@@ -91,18 +71,12 @@ class TurnRunner:
         self._monotonic = monotonic
         self._on_ended = on_ended
         self._draw = draw
-        self._last_request = 0
-        self._requests: dict[RequestId, Turn] = {}
         self._num_by_owner: Counter[Owner] = Counter()
 
     @property
     def num_in_flight(self) -> int:
         """Turns that have not ended."""
         return self._num_by_owner.total()
-
-    def turn_of(self, request: RequestId) -> Turn | None:
-        """Return the turn whose request this is."""
-        return self._requests.get(request)
 
     def check_ready(self) -> None:
         """Refuse work while no engine serves.
@@ -168,8 +142,10 @@ class TurnRunner:
         """Return what the messages add to the log; the templates and tokenizers run in a thread."""
         answer = last_answer(parent)
         said = [*(node.to_message() for node in pending_after(answer, parent)), *messages]
+        system = session.conversation.system if answer is None else None
+        self.model.check_text([system or "", *(message.content for message in said)])
         if answer is None:
-            return await asyncio.to_thread(self._encoder.begin, session.conversation.system, said, date=session.date)
+            return await asyncio.to_thread(self._encoder.begin, system, said, date=session.date)
         answer_ended = len(answer.ids) > 0 and answer.ids[-1] == self._encoder.turn_end_id
         return await asyncio.to_thread(self._encoder.extend, said, answer_ended=answer_ended, date=session.date)
 
@@ -198,7 +174,7 @@ class TurnRunner:
         turn.answer, turn.first_node = answer, added[0] if added else answer
         if turn.decided is None:
             try:
-                self._submit(turn)
+                self.requests.submit(turn)
             except BaseException:
                 conversation.remove_from(turn.first_node, turn.previous_head)
                 raise
@@ -209,62 +185,12 @@ class TurnRunner:
         if turn.decided is not None:
             self._finish(turn, turn.decided, None)
 
-    def _submit(self, turn: Turn, *, whole: bool = False) -> None:
-        """Send what the engine's lease lacks of the log; everything where `whole`."""
-        answer, lease = turn.answer, turn.session.lease
-        assert answer is not None and answer.sampling is not None, "a turn without its answer is submitted"  # noqa: PT018
-        if lease.epoch != self.epoch:
-            lease.epoch, lease.node, lease.num_tokens, lease.fork_of = self.epoch, None, 0, None
-        if whole:
-            lease.node, lease.num_tokens = None, 0
-        elif lease.fork_of is not None:
-            source, at = lease.fork_of
-            self.engine.send(Fork(source, lease.id, at))
-        lease.fork_of = None
-        base_len = min(common_length(lease.node, answer.parent), lease.num_tokens)
-        self._last_request += 1
-        request = RequestId(self._last_request)
-        self.engine.send(
-            Submit(
-                request,
-                lease.id,
-                turn.session.owner.tenant,
-                base_len,
-                log_between(answer, base_len),
-                answer.sampling,
-                turn.request_class,
-            )
-        )
-        if turn.request is not None:
-            del self._requests[turn.request]
-        turn.request, turn.base_len = request, base_len
-        lease.node, lease.num_tokens = answer, answer.num_tokens
-        self._requests[request] = turn
-
     def cancel(self, turn: Turn, reason: str | None = None) -> None:
         """End a turn as cancelled, or for `reason`, and keep what there is; does nothing to one that ends already."""
         if turn.decided is not None:
             return
         turn.decided, turn.cancel_reason = FinishReason.CANCELLED, reason
-        if turn.request is not None:
-            self.send_about(Cancel(turn.request))
-
-    def release(self, session: Session, new_lease: LeaseId) -> None:
-        """Give up what the engine holds for an idle session; its next turn starts under a new lease."""
-        assert session.turn is None, "a busy session's lease is released"
-        lease = session.lease
-        if lease.epoch == self.epoch and lease.node is not None and lease.fork_of is None:
-            self.send_about(Release(lease.id))
-        lease.id, lease.node, lease.num_tokens, lease.fork_of = new_lease, None, 0, None
-        session.latest.tier = Tier.TOKENS
-        session.latest.blocks_held = session.latest.blocks_shared = 0
-
-    def send_about(self, message: FrontMessage) -> None:
-        """Send what only matters to an engine that is there."""
-        try:
-            self.engine.send(message)
-        except Unavailable:
-            _log.warning("the engine takes no %s", type(message).__name__)
+        self.requests.cancel(turn)
 
     # What the engine says.
 
@@ -276,9 +202,9 @@ class TurnRunner:
     def on_died(self, reason: str) -> None:
         """End every turn in flight and forget what the engine held."""
         self.is_ready = False
-        self.epoch += 1
+        self.requests.on_died()
         error = EngineError(f"the engine ended while it computed this answer: {reason}")
-        for turn in list(self._requests.values()):
+        for turn in self.requests.turns():
             try:
                 if turn.decided is not None:
                     self._finish(turn, turn.decided, None)
@@ -291,7 +217,7 @@ class TurnRunner:
 
     def on_tokens(self, request: RequestId, ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> None:
         """Take the new tokens of one request."""
-        turn = self._requests.get(request)
+        turn = self.requests.turn_of(request)
         if turn is None or turn.decided is not None:
             return
         text, answer = turn.text, turn.answer
@@ -309,14 +235,13 @@ class TurnRunner:
         delta = text.push(ids, logprobs)
         if text.is_stopped:
             turn.decided = FinishReason.STOP_STRING
-            length = answer.num_tokens + len(text.ids)
-            self.send_about(Finish(request, turn.session.lease.id, length))
+            self.requests.finish(turn, answer.num_tokens + len(text.ids))
         if delta is not None:
             self._deliver(turn, answer, delta)
 
     def on_done(self, done: Done) -> None:
         """End the turn of a request."""
-        turn = self._requests.get(done.request)
+        turn = self.requests.turn_of(done.request)
         if turn is None:
             return
         if done.reason is FinishReason.FAILED and turn.decided is None:
@@ -326,19 +251,18 @@ class TurnRunner:
 
     def on_lease_lost(self, request: RequestId) -> None:
         """Send the whole log, or end a turn that was cancelled meanwhile."""
-        turn = self._requests.get(request)
+        turn = self.requests.turn_of(request)
         if turn is None:
             return
         self._stats.lease_misses += 1
         if turn.decided is not None:
-            lease = turn.session.lease
-            lease.node, lease.num_tokens = None, 0
+            self.requests.lose(turn.session)
             self._finish(turn, turn.decided, None)
         elif turn.base_len == 0:
             self.fail(turn, EngineError("the engine lost a lease that it was given whole"))
         else:
             try:
-                self._submit(turn, whole=True)
+                self.requests.submit(turn, whole=True)
             except Unavailable as error:
                 self.fail(turn, error)
 
@@ -362,9 +286,9 @@ class TurnRunner:
 
     def fail_request(self, request: RequestId, error: ChatdError) -> None:
         """End a turn whose messages could not be handled; the engine is told to stop."""
-        turn = self._requests.get(request)
+        turn = self.requests.turn_of(request)
         if turn is not None:
-            self.send_about(Cancel(request))
+            self.requests.cancel(turn)
             self.fail(turn, error)
 
     def _finish(self, turn: Turn, reason: FinishReason, done: Done | None) -> None:
@@ -401,12 +325,12 @@ class TurnRunner:
 
     def _settle(self, session: Session, answer: Node, text: AnswerText) -> None:
         """Give an answer the ids that later prompts have of it, and note how much of them the lease holds."""
-        settled = self._encoder.settle(text.ids) if self.model.thoughts == "drop" else None
+        settled = self._encoder.settle(text.ids)
         if settled is None:
             answer.ids = text.ids
             num_held = answer.num_tokens
         else:
-            # The template has no thoughts in its history, so what comes after them is computed again.
+            # History has no thoughts, so what comes after them is computed again.
             del answer.prompt_ids[len(answer.prompt_ids) - settled.num_prompt_ids :]
             num_held = answer.num_tokens
             answer.ids = array(ID_TYPE, settled.ids)
@@ -435,8 +359,7 @@ class TurnRunner:
         self._num_by_owner[session.owner] -= 1
         if self._num_by_owner[session.owner] <= 0:
             del self._num_by_owner[session.owner]
-        if turn.request is not None:
-            self._requests.pop(turn.request, None)
+        self.requests.forget(turn)
         turn.ended.set()
 
     def _deliver(self, turn: Turn, answer: Node, delta: TextDelta) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chatd.protocol import Item, ItemAdded, Logprob, OutputTextDelta
+from chatd.protocol import Item, ItemAdded, Logprob, OutputTextDelta, Params, SessionInfo, SessionUpdated
 from chatd.sessions.events import EVENT_OVERHEAD_BYTES, EventRing, Subscription, event_bytes
 from chatd.testing_sessions import RecordingSubscriber
 
@@ -49,6 +49,28 @@ def test_bytes_are_bounded_even_by_one_event() -> None:
     assert (len(ring), ring.num_bytes, ring.head_seq) == (0, 0, 3)
     assert ring.after(2) is None
     assert ring.after(3) == []
+
+
+@pytest.mark.parametrize(
+    "fields", [{"system": "s" * 9_000}, {"metadata": {"k": "v" * 9_000}}, {"params": Params(stop=("x" * 9_000,))}]
+)
+def test_what_clients_decide_of_an_event_counts(fields: dict) -> None:
+    given = {"title": "", "system": None, "params": Params(), "metadata": {}, **fields}
+    info = SessionInfo(
+        id="s",
+        model="m",
+        created_at=0.0,
+        updated_at=0.0,
+        num_items=0,
+        context_used=0,
+        context_max=1,
+        busy=False,
+        tier="tokens",
+        archived=False,
+        pinned=False,
+        **given,
+    )
+    assert event_bytes(SessionUpdated(session="s", seq=1, ts=0.0, info=info)) > 9_000
 
 
 def test_old_events_expire() -> None:

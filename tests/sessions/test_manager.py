@@ -543,8 +543,104 @@ async def test_a_session_cannot_grow_without_end() -> None:
     with pytest.raises(InvalidRequest) as refused:
         await fill()
     assert refused.value.error_code == "session_too_large"
-    held = session.conversation.num_text_bytes
+    held = session.conversation.num_bytes
     assert 8_000 < held < 11_000
+
+
+async def test_messages_without_text_are_bounded_too() -> None:
+    manager = make_manager(ScriptedEngine(replying("ok")), limits=SessionLimits(max_session_bytes=20_000))
+    session, _ = await open_session(manager)
+
+    async def fill() -> None:
+        while True:
+            await say(manager, session, "", respond=False)
+
+    with pytest.raises(InvalidRequest) as refused:
+        await fill()
+    assert refused.value.error_code == "session_too_large"
+    assert len(session.conversation) < 20
+
+
+async def test_the_text_of_all_sessions_of_a_user_is_bounded_and_closed_ones_make_room() -> None:
+    engine = ScriptedEngine(replying("ok"))
+    manager = make_manager(engine, limits=SessionLimits(max_text_bytes_per_user=24_000))
+    first, _ = await open_session(manager, system="x" * 3_000)
+    second, _ = await open_session(manager)
+    await say(manager, second, "y" * 3_000)
+    engine.run()
+    for attempt in (
+        say(manager, first, "z" * 4_000),
+        say(manager, first, "z" * 4_000, respond=False),
+        manager.create(ANN, SessionCreate(system="z" * 4_000)),
+        manager.update(first, SessionUpdate(session=first.id, system="z" * 4_000)),
+    ):
+        with pytest.raises(RateLimited) as refused:
+            await attempt
+        assert refused.value.error_code == "too_much_text"
+    assert manager.items(first) == []
+    await open_session(manager, owner=Owner("acme", "bob"), system="z" * 4_000)
+    await manager.close(second)
+    assert manager.resolve(ANN, second.id) is second
+    await say(manager, first, "z" * 900)
+    with pytest.raises(NotFound):
+        manager.resolve(ANN, second.id)
+    assert manager.resolve(ANN, first.id) is first
+
+
+async def test_a_session_closed_twice_at_once_is_closed_once() -> None:
+    engine = ScriptedEngine(replying("abcdef"))
+    manager = make_manager(engine, limits=SessionLimits(max_closed_sessions_per_user=0))
+    session, connection = await open_session(manager)
+    other = RecordingSubscriber("other")
+    await say(manager, session, "hi")
+    engine.step()
+
+    async def pump() -> None:
+        engine.run()
+
+    await asyncio.gather(
+        manager.close(session, re="c1", subscriber=connection),
+        manager.close(session, re="c2", subscriber=other),
+        pump(),
+    )
+    assert connection.events[-1] == protocol.SessionClosed(session=session.id, re="c1")
+    assert other.events[-1] == protocol.SessionClosed(session=session.id, re="c2")
+    assert manager.list(ANN, SessionList()).sessions == []
+    assert len(manager.lease_sessions) == 0
+    assert [message for message in engine.sent if isinstance(message, Release)] == [Release(engine.submits[0].lease)]
+
+
+async def test_a_lease_that_was_lost_under_a_cancelled_turn_is_still_given_back() -> None:
+    engine = ScriptedEngine(replying("ok"))
+    manager = make_manager(engine)
+    session, _ = await open_session(manager)
+    await say(manager, session, "one")
+    engine.run()
+    lease = engine.submits[0].lease
+    del engine.leases[lease][4:]
+    await say(manager, session, "two")
+    await manager.cancel(session)
+    engine.run()
+    assert manager.items(session)[-1].reason == "cancelled"
+    assert session.turn is None
+    await manager.close(session)
+    assert engine.leases == {}
+
+
+async def test_text_that_can_never_fit_is_not_even_encoded() -> None:
+    class Refusing(ByteChatEncoder):
+        def begin(self, system, messages, *, date):
+            raise AssertionError("encoded")
+
+    manager = make_manager(ScriptedEngine(replying("x"), context=32), context=32, encoder=Refusing())
+    session, _ = await open_session(manager)
+    with pytest.raises(ContextLengthExceeded) as refused:
+        await say(manager, session, "東" * 86)
+    assert refused.value.message == (
+        "prompt has at least 258 bytes of new text, the limit is 256 (8 for each token of max_model_len 32)"
+    )
+    assert session.turn is None
+    assert manager.items(session) == []
 
 
 async def test_text_of_a_failed_turn_does_not_count() -> None:
@@ -553,7 +649,7 @@ async def test_text_of_a_failed_turn_does_not_count() -> None:
     session, _ = await open_session(manager)
     await say(manager, session, "hello")
     engine.die()
-    assert session.conversation.num_text_bytes == 0
+    assert session.conversation.num_bytes == 0
 
 
 async def test_update_changes_what_it_names_and_tells_the_sender() -> None:

@@ -8,7 +8,7 @@ import pytest
 from chatd.engine.messages import Ready
 from chatd.protocol import Message, Params, SessionCreate, UserMessage
 from chatd.sessions.manager import CompletionRequest, ModelProfile, Owner, SessionLimits, SessionManager
-from chatd.sessions.prompt_encoder import PromptEncoder
+from chatd.sessions.prompt_encoder import PromptEncoder, Thoughts
 from chatd.sessions.template import ChatTemplate
 from chatd.sessions.tokenizer import ChatTokenizer, load_tokenizer
 from chatd.testing_sessions import ScriptedEngine
@@ -21,10 +21,10 @@ ANSWERS = ("It is Paris.", "Zażółć gęślą jaźń", "and so is that", "fine
 class Served:
     """A manager over one model's tokenizer and template, and an engine that answers with given texts."""
 
-    def __init__(self, folder: Path, answers: list[str], *, thoughts: str = "drop") -> None:
+    def __init__(self, folder: Path, answers: list[str], *, thoughts: Thoughts = "auto") -> None:
         self.tokenizer: ChatTokenizer = load_tokenizer(folder)
         self.template = ChatTemplate.load(folder, self.tokenizer)
-        self.encoder = PromptEncoder(self.template, self.tokenizer)
+        self.encoder = PromptEncoder(self.template, self.tokenizer, thoughts=thoughts)
         self.answers = iter(answers)
         self.engine = ScriptedEngine(self._reply)
         vocab_size = self.tokenizer.vocab_size
@@ -34,7 +34,6 @@ class Served:
             context=4096,
             vocab_size=vocab_size,
             stop_token_ids=self.encoder.stop_token_ids,
-            thoughts=thoughts,
         )
         self.manager = SessionManager(
             self.engine, self.encoder, profile, SessionLimits(), vocabulary=self.tokenizer, boot="b"
@@ -102,11 +101,21 @@ async def test_stateless_history_hits_the_lease_whatever_the_template(
     assert all(submit.lease == first.lease and submit.base_len > len(first.new_ids) for submit in later)
 
 
-@pytest.mark.parametrize("thoughts", ["drop", "keep"])
-async def test_thoughts_stay_in_the_text_and_leave_the_ids_where_the_template_drops_them(
-    thoughts: str, model_folder: Callable[[str], Path]
+@pytest.mark.parametrize(
+    ("name", "thoughts", "dropped"),
+    [
+        ("chatml_thoughts", "auto", True),
+        ("chatml_thoughts", "drop", True),
+        ("chatml_thoughts", "keep", False),
+        ("chatml_default", "auto", False),
+        ("chatml_default", "drop", True),
+        ("chatml_default", "keep", False),
+    ],
+)
+async def test_thoughts_stay_in_the_text_and_leave_the_ids_where_they_are_dropped(
+    name: str, thoughts: Thoughts, dropped: bool, model_folder: Callable[[str], Path]
 ) -> None:
-    served = Served(model_folder("chatml_thoughts"), ["<think>|\nhm\n|</think>|\n\nParis.", "ok"], thoughts=thoughts)
+    served = Served(model_folder(name), ["<think>|\nhm\n|</think>|\n\nParis.", "ok"], thoughts=thoughts)
     manager = served.manager
     session = await manager.create(ANN, SessionCreate())
     await manager.user_message(session, UserMessage(session=session.id, content="capital?"))
@@ -115,13 +124,13 @@ async def test_thoughts_stay_in_the_text_and_leave_the_ids_where_the_template_dr
     assert "Paris." in answer.content
     assert answer.usage.output_tokens > len(served.tokenizer.reference().encode("Paris.").ids)
     thought_end = served.tokenizer.token_id("</think>")
-    assert (thought_end in answer.ids) == (thoughts == "keep")
+    assert (thought_end in answer.ids) == (not dropped)
     await manager.user_message(session, UserMessage(session=session.id, content="sure?"))
     served.engine.run()
     second = served.engine.submits[1]
     held = [*served.engine.leases[second.lease]]
     assert held == list(session.conversation.log())
-    if thoughts == "drop":
+    if dropped:
         assert second.base_len < len(served.engine.submits[0].new_ids) + 1
         plain_log = served.encoder.begin(
             None,

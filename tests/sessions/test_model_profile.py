@@ -51,6 +51,14 @@ def test_a_broken_generation_config_is_refused(text: str, tmp_path: Path) -> Non
     assert refused.value.error_code == "model_corrupt"
 
 
+def test_text_that_cannot_fit_is_refused_with_the_numbers() -> None:
+    profile().check_text(["x" * 400, "é" * 200])
+    profile().check_text(["\ud800"])
+    for contents in (["x" * 400, "é" * 201], ["x" * 801], ["東" * 267]):
+        with pytest.raises(ContextLengthExceeded, match=r"80[12] bytes of new text, the limit is 800 \(8 for each"):
+            profile().check_text(contents)
+
+
 def test_nothing_is_left_to_a_default() -> None:
     assert profile().resolve(Params(), 40, draw=lambda: 5) == SamplingParams(max_tokens=60, seed=5, stop_token_ids=(7,))
 

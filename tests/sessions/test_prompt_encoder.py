@@ -358,6 +358,20 @@ def test_an_earlier_answer_is_rendered_without_its_thoughts_where_the_template_d
     assert "hmm" in kept.tokenizer.decode(kept.encoder.begin(None, thinking, date=DAY))
 
 
+def test_thoughts_may_be_kept_or_dropped_whatever_the_template_does(models: Callable[[str], Model]) -> None:
+    thinking, spoken = turns("a", "<think>\nhmm\n</think>\n\nb", "c"), turns("a", "b", "c")
+    for name in ("chatml_thoughts", "chatml_default"):
+        model = models(name)
+        keeping, dropping = (
+            PromptEncoder(model.encoder.template, model.tokenizer, thoughts=thoughts) for thoughts in ("keep", "drop")
+        )
+        assert dropping.begin(None, thinking, date=DAY) == dropping.begin(None, spoken, date=DAY)
+        assert "hmm" in model.tokenizer.decode(keeping.begin(None, thinking, date=DAY))
+        finished = model.reference.encode("<think>\nhmm</think>x", add_special_tokens=False)
+        assert keeping.settle(finished) is None
+        assert dropping.settle(finished) == SettledAnswer(0, model.reference.encode("x", add_special_tokens=False))
+
+
 def test_a_settled_answer_is_what_history_has(models: Callable[[str], Model]) -> None:
     for name, thought in (("chatml_thoughts", "<think>\nhmm\n"), ("deepseek_r1", "hmm\n")):
         model = models(name)

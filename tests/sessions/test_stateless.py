@@ -214,6 +214,102 @@ async def test_a_caller_that_is_cancelled_while_the_prompt_is_encoded_leaves_not
     assert engine.sent == []
 
 
+async def test_a_named_conversation_is_found_when_its_messages_are_known_no_more() -> None:
+    engine = ScriptedEngine(echo)
+    manager = make_manager(engine, limits=SessionLimits(max_known_messages=2))
+    await answer(engine, manager, chat("a", system="s"), conversation_id="c1")
+    for text in ("b", "c"):
+        await answer(engine, manager, chat(text))
+    assert manager._door.known.find(ANN, chat("a", "A", "b", system="s")) is None
+    await answer(engine, manager, chat("a", "A", "more", system="s"), conversation_id="c1")
+    assert engine.submits[-1].lease == engine.submits[0].lease
+    assert engine.submits[-1].base_len == len(engine.submits[0].new_ids) + 2
+
+
+async def test_chats_that_begin_alike_stay_apart_by_their_names() -> None:
+    engine = ScriptedEngine(echo)
+    manager = make_manager(engine)
+    for name in ("c1", "c2"):
+        await answer(engine, manager, chat("hi"), conversation_id=name)
+    for name in ("c1", "c2"):
+        await answer(engine, manager, chat("hi", "HI", "more"), conversation_id=name)
+    one, two, one_more, two_more = engine.submits
+    assert (one_more.lease, two_more.lease) == (one.lease, two.lease)
+    assert one_more.base_len == two_more.base_len == len(one.new_ids) + 3
+
+
+@pytest.mark.parametrize(
+    ("messages", "num_shared"),
+    [
+        (chat("a", "A", "b", "other", "c", system="s"), 1),
+        (chat("a", "A", "b", "B", "c", system="t"), 0),
+        (chat("x", "A", "b", "B", "c", system="s"), 0),
+        (chat("a", system="s"), 0),
+    ],
+)
+async def test_a_name_counts_as_far_as_the_texts_agree(messages: list[Message], num_shared: int) -> None:
+    engine = ScriptedEngine(echo)
+    manager = make_manager(engine, limits=SessionLimits(max_known_messages=1))
+    await answer(engine, manager, chat("a", system="s"), conversation_id="c1")
+    await answer(engine, manager, chat("a", "A", "b", system="s"), conversation_id="c1")
+    await answer(engine, manager, messages, conversation_id="c1")
+    first, second, third = engine.submits
+    assert second.lease == first.lease != third.lease
+    assert third.base_len == num_shared * (len(first.new_ids) + 2)
+
+
+async def test_a_name_that_now_means_another_history_still_finds_the_known_one() -> None:
+    engine = ScriptedEngine(echo)
+    manager = make_manager(engine)
+    await answer(engine, manager, chat("a"), conversation_id="app")
+    await answer(engine, manager, chat("b"), conversation_id="app")
+    await answer(engine, manager, chat("a", "A", "more"), conversation_id="app")
+    assert engine.submits[2].lease == engine.submits[0].lease
+    assert len(manager._door.named) == 1
+
+
+async def test_a_name_is_its_owners_alone() -> None:
+    engine = ScriptedEngine(echo)
+    manager = make_manager(engine)
+    await answer(engine, manager, chat("secret"), conversation_id="c1")
+    await answer(engine, manager, chat("secret", "SECRET", "more"), owner=BOB, conversation_id="c1")
+    assert engine.submits[1].base_len == 0
+    assert engine.submits[1].lease != engine.submits[0].lease
+    assert len(manager._door.named) == 2
+
+
+async def test_names_are_no_more_than_sessions_and_go_with_them() -> None:
+    engine = ScriptedEngine(echo)
+    manager = make_manager(engine, limits=SessionLimits(max_stateless_sessions=2))
+    said = ["a"]
+    for number in range(5):
+        completion = await answer(engine, manager, chat(*said), conversation_id=f"c{number}")
+        said += [completion.said, "more"]
+    assert len(manager._door.named) == 1
+    for text in ("x", "y", "z"):
+        await answer(engine, manager, chat(text), conversation_id=text)
+    assert len(manager._door.named) == len(manager._door) == 2
+    failing = await ask(manager, chat("fails"), conversation_id="f")
+    engine.end(engine.submits[-1].request, FinishReason.FAILED, "engine_error", "no")
+    assert await failing.text() == ""
+    assert len(manager._door.named) <= len(manager._door) <= 2
+    assert len(manager.lease_sessions) == len(manager._door)
+
+
+async def test_the_text_that_one_user_leaves_behind_is_bounded() -> None:
+    engine = ScriptedEngine(lambda _log: [*encode_text("ok"), TURN_END])
+    manager = make_manager(engine, limits=SessionLimits(max_text_bytes_per_user=20_000))
+    await answer(engine, manager, chat("theirs"), owner=BOB)
+    for text in ("a", "b", "c", "d"):
+        await answer(engine, manager, chat(text * 3_500))
+    await answer(engine, manager, chat("e"))
+    theirs, first, *_ = (submit.lease for submit in engine.submits)
+    released = [message.lease for message in engine.sent if isinstance(message, Release)]
+    assert first in released
+    assert theirs not in released
+    assert sum(session.num_bytes for session in manager._door._sessions.values() if session.owner == ANN) <= 20_000
+
+
 async def test_users_do_not_share_histories() -> None:
     engine = ScriptedEngine(echo)
     manager = make_manager(engine)

@@ -1,0 +1,141 @@
+"""What the engine was given: the requests in flight, and what it holds for each session's lease.
+
+The one place where a conversation's log becomes messages to the engine. A submission names how much of the log the
+lease has and brings the rest, so the ids that are kept are the ids that were computed (I25), and a turn costs only what
+is new.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from chatd.engine.messages import Cancel, Finish, Fork, FrontMessage, LeaseId, Release, Retain, Submit, Tier
+from chatd.engine.plan import RequestId
+from chatd.errors import Unavailable
+from chatd.sessions.conversation import Node, common_length, log_between
+from chatd.sessions.ports import EngineGateway
+from chatd.sessions.session import Session
+from chatd.sessions.turn import Turn
+
+_log = logging.getLogger(__name__)
+
+
+class EngineRequests:
+    """Requests in flight by number, and the leases of sessions.
+
+    Args:
+        engine: Where messages go.
+    """
+
+    def __init__(self, engine: EngineGateway) -> None:
+        self._engine = engine
+        self._epoch = 0  # counts engine processes; a lease of an earlier one holds nothing
+        self._last_request = 0
+        self._turns: dict[RequestId, Turn] = {}
+
+    def turn_of(self, request: RequestId) -> Turn | None:
+        """Return the turn whose request this is."""
+        return self._turns.get(request)
+
+    def turns(self) -> Sequence[Turn]:
+        """Return the turns whose requests are in flight."""
+        return list(self._turns.values())
+
+    def submit(self, turn: Turn, *, whole: bool = False) -> None:
+        """Send what the engine's lease lacks of the log; everything where `whole`.
+
+        Raises:
+            Unavailable: The engine takes nothing.
+        """
+        answer, lease = turn.answer, turn.session.lease
+        assert answer is not None and answer.sampling is not None, "a turn without its answer is submitted"  # noqa: PT018
+        if lease.epoch != self._epoch:
+            lease.epoch, lease.node, lease.num_tokens, lease.fork_of = self._epoch, None, 0, None
+        if whole:
+            lease.num_tokens = 0
+        elif lease.fork_of is not None:
+            source, at = lease.fork_of
+            self._engine.send(Fork(source, lease.id, at))
+        lease.fork_of = None
+        base_len = min(common_length(lease.node, answer.parent), lease.num_tokens)
+        self._last_request += 1
+        request = RequestId(self._last_request)
+        self._engine.send(
+            Submit(
+                request,
+                lease.id,
+                turn.session.owner.tenant,
+                base_len,
+                log_between(answer, base_len),
+                answer.sampling,
+                turn.request_class,
+            )
+        )
+        self.forget(turn)
+        turn.request, turn.base_len = request, base_len
+        lease.node, lease.num_tokens = answer, answer.num_tokens
+        self._turns[request] = turn
+
+    def forget(self, turn: Turn) -> None:
+        """Take a turn out: what the engine still says of its request is about nothing."""
+        if turn.request is not None:
+            self._turns.pop(turn.request, None)
+
+    def cancel(self, turn: Turn) -> None:
+        """Have the engine end a turn's request, where it has one."""
+        if turn.request is not None:
+            self.tell(Cancel(turn.request))
+
+    def finish(self, turn: Turn, length: int) -> None:
+        """End a turn's answer where the log has `length` ids."""
+        assert turn.request is not None, "an answer without a request is finished"
+        self.tell(Finish(turn.request, turn.session.lease.id, length))
+
+    def share(self, source: Session, node: Node, session: Session) -> None:
+        """Let a session that starts at `node` share what the lease of another one holds up to there.
+
+        The fork is sent with its first submission. Where the source is gone by then, the engine says that the lease is
+        lost, and the log is sent as a whole.
+        """
+        held = min(common_length(source.lease.node, node), source.lease.num_tokens)
+        if source.lease.epoch != self._epoch or held == 0:
+            return
+        lease = session.lease
+        lease.epoch, lease.node, lease.num_tokens = self._epoch, node, held
+        lease.fork_of = (source.lease.id, held)
+
+    def lose(self, session: Session) -> None:
+        """Note that the engine has less of a lease than it was taken to hold."""
+        session.lease.num_tokens = 0
+
+    def release(self, session: Session, new_lease: LeaseId) -> None:
+        """Give up what the engine holds for an idle session; its next turn starts under a new lease."""
+        assert session.turn is None, "a busy session's lease is released"
+        lease = session.lease
+        if self._is_known(session):
+            self.tell(Release(lease.id))
+        lease.id, lease.node, lease.num_tokens, lease.fork_of = new_lease, None, 0, None
+        session.latest.tier = Tier.TOKENS
+        session.latest.blocks_held = session.latest.blocks_shared = 0
+
+    def retain(self, session: Session) -> None:
+        """Tell the engine whether anybody is attached, where it has something to value by that."""
+        if self._is_known(session):
+            self.tell(Retain(session.lease.id, session.num_attached > 0))
+
+    def tell(self, message: FrontMessage) -> None:
+        """Send what only matters to an engine that is there."""
+        try:
+            self._engine.send(message)
+        except Unavailable:
+            _log.warning("the engine takes no %s", type(message).__name__)
+
+    def on_died(self) -> None:
+        """Forget what the engine held; its requests are over, and their turns are to be ended."""
+        self._epoch += 1
+
+    def _is_known(self, session: Session) -> bool:
+        """Return whether this engine was told of a session's lease."""
+        lease = session.lease
+        return lease.epoch == self._epoch and lease.node is not None and lease.fork_of is None
