@@ -84,6 +84,11 @@ class ModelSettings(_Section):
     max_model_len: int | None = Field(
         None, ge=16, description="Tokens of a context; the model's own limit where absent."
     )
+    thoughts: Literal["auto", "keep", "drop"] = Field(
+        "auto",
+        description="Whether later prompts have what a model thought before an earlier answer; `auto` is what its chat"
+        " template does.",
+    )
 
 
 class EngineSettings(_Section):
@@ -104,6 +109,11 @@ class SessionSettings(_Section):
 
     max_sessions_per_user: int = Field(1024, ge=1, description="Open sessions of one user.")
     max_content_bytes: int = Field(2**20, ge=1024, description="Largest message.")
+    max_text_bytes_per_user: int = Field(
+        256 * 2**20,
+        ge=2**20,
+        description="Memory of one user's messages. Closed sessions are forgotten for it, the longest unused first.",
+    )
     max_tokens: int | None = Field(
         None, ge=1, description="Longest answer where a client names none; the rest of the context where absent."
     )

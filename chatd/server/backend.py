@@ -101,7 +101,7 @@ class Backend:
         daemon.report("starting the engine", 0.0)
         starting = asyncio.create_task(engine.start(self._on_progress), name="engine start")
         try:
-            tokenizer, encoder = await asyncio.to_thread(_load_encoder, files.path)
+            tokenizer, encoder = await asyncio.to_thread(_load_encoder, files.path, settings)
             ready = await starting
         except BaseException:
             starting.cancel()
@@ -136,9 +136,12 @@ class Backend:
             await asyncio.gather(self._running, return_exceptions=True)
 
 
-def _load_encoder(folder: Path) -> tuple[ChatTokenizer, PromptEncoder]:
+def _load_encoder(folder: Path, settings: Settings) -> tuple[ChatTokenizer, PromptEncoder]:
     tokenizer = load_tokenizer(folder)
-    return tokenizer, PromptEncoder(ChatTemplate.load(folder, tokenizer), tokenizer)
+    # What is longer than the context allows is refused before, once the engine has said what that is.
+    max_bytes = session_limits(settings).max_history_bytes
+    template = ChatTemplate.load(folder, tokenizer)
+    return tokenizer, PromptEncoder(template, tokenizer, max_bytes=max_bytes, thoughts=settings.model.thoughts)
 
 
 def engine_options(settings: Settings) -> Callable[[ModelFiles], EngineOptions]:
@@ -182,6 +185,7 @@ def session_limits(settings: Settings) -> SessionLimits:
         max_sessions_per_user=sessions.max_sessions_per_user,
         max_content_bytes=sessions.max_content_bytes,
         max_history_bytes=settings.server.max_body_bytes,
+        max_text_bytes_per_user=sessions.max_text_bytes_per_user,
         max_turns_per_user=settings.quotas.max_inflight,
         replay_events=sessions.replay_events,
         replay_bytes=sessions.replay_bytes,
