@@ -241,12 +241,6 @@ def test_links_lead_somewhere(page: str) -> None:
         assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_prose_is_wrapped(page: str) -> None:
-    for line in PAGES[page].splitlines():
-        assert len(line) <= 140 or line.startswith("|"), line
-
-
 # Examples.
 
 
