@@ -160,7 +160,8 @@ class EngineProcess(asyncio.Protocol):
                 self.kill("closed")
         exit_code = await self.process.wait()
         await asyncio.shield(self.closed)
-        return ProcessEnd(self._reason or _exit_reason(exit_code), exit_code, self._start_failed)
+        refusal = self._start_failed.message if self._start_failed is not None else ""
+        return ProcessEnd(self._reason or refusal or _exit_reason(exit_code), exit_code, self._start_failed)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the pipe's transport."""
