@@ -7,9 +7,11 @@ engine's process starts, since either takes a while.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar, cast
 
 from chatd.config import Settings, parse_bytes
 from chatd.engine.client import EngineClient
@@ -25,6 +27,7 @@ from chatd.sessions.prompt_encoder import PromptEncoder
 from chatd.sessions.template import ChatTemplate
 from chatd.sessions.tokenizer import ChatTokenizer, load_tokenizer
 
+T = TypeVar("T")
 Progress = Callable[[str, float], None]
 logger = get_logger("chatd.server")
 
@@ -96,7 +99,7 @@ class Backend:
         """
         daemon, settings = self._daemon, self._settings
         options_of = engine_options(settings)
-        files = await asyncio.to_thread(self._resolve, settings.model.name, daemon.report)
+        files = await _in_daemon_thread(lambda: self._resolve(settings.model.name, daemon.report))
         engine = self._engine = self._make_engine(options_of(files))
         daemon.report("starting the engine", 0.0)
         starting = asyncio.create_task(engine.start(self._on_progress), name="engine start")
@@ -134,6 +137,33 @@ class Backend:
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
+
+
+async def _in_daemon_thread(work: Callable[[], T]) -> T:
+    """Run what may take minutes in a thread that no exit of the process waits for, as it would for `to_thread`."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast(T, result))
+
+    def run() -> None:
+        result: T | None = None
+        failure: BaseException | None = None
+        try:
+            result = work()
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="model", daemon=True).start()
+    return await future
 
 
 def _load_encoder(folder: Path, settings: Settings) -> tuple[ChatTokenizer, PromptEncoder]:

@@ -9,6 +9,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from chatd.config import Settings, child_environment
 from chatd.errors import ConfigError, ModelError, PortInUse, Unavailable
 from chatd.models.registry import resolve
 from chatd.protocol import Params, PoolSnapshot, PoolSubscribe, decode_event, encode, unpack_cells
-from chatd.server.backend import engine_options, session_limits
+from chatd.server.backend import Backend, engine_options, session_limits
 from chatd.server.daemon import Daemon
 from chatd.server.listen import bind, tls_context_arguments
 from chatd.server.serve import serve_async
@@ -81,6 +82,42 @@ async def test_what_loading_failed_for_is_raised_and_all_is_closed(local_state) 
         await serve_async(Settings(server={"port": 0}), make_backend=lambda *_made: backend, handle_signals=False)
     assert failed.value.exit_code == 4
     assert backend.closed
+
+
+async def test_stopping_does_not_wait_for_a_download(local_state) -> None:
+    forever, stop = threading.Event(), asyncio.Event()
+
+    def resolve_for_ever(name, progress):
+        progress("downloading", 0.25)
+        forever.wait()
+
+    def make_backend(daemon, settings):
+        return Backend(daemon, settings, resolve=resolve_for_ever)
+
+    serving = asyncio.create_task(
+        serve_async(
+            Settings(server={"port": 0}),
+            make_backend=make_backend,
+            stop=stop,
+            handle_signals=False,
+            on_listening=lambda _url: stop.set(),
+        )
+    )
+    async with asyncio.timeout(10):
+        await serving
+    forever.set()
+
+
+async def test_a_model_that_cannot_be_resolved_is_the_reason(local_state) -> None:
+    def refuse(name, progress):
+        raise ModelError(f"{name} is unknown")
+
+    with pytest.raises(ModelError, match="smollm2-135m is unknown"):
+        await serve_async(
+            Settings(server={"port": 0}),
+            make_backend=lambda daemon, settings: Backend(daemon, settings, resolve=refuse),
+            handle_signals=False,
+        )
 
 
 @pytest.mark.parametrize(
