@@ -321,7 +321,7 @@ class EngineClient:
             process.heard = False
             process.send(encode(Ping(num_silent)))
             await asyncio.sleep(tick_s)
-            if process.heard:
+            if process.heard or process.is_paused:
                 num_silent = 0
                 continue
             if num_silent == 0:

@@ -113,6 +113,11 @@ class EngineProcess(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame)
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is read for now."""
+        return self._transport is not None and not self._transport.is_closing() and not self._transport.is_reading()
+
     def pause(self) -> None:
         """Read no more for now."""
         if self._transport is not None and self._transport.is_reading():

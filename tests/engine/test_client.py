@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from chatd.engine import client as client_module
 from chatd.engine.client import EngineClient, EngineDied, EngineState
 from chatd.engine.messages import Cancel, Loading, Ready, Release, Submit, Tokens, WatchPool
 from chatd.engine.options import EngineOptions
@@ -221,6 +222,28 @@ async def test_messages_can_be_iterated_until_the_client_is_closed():
                 if message.step == 49:
                     await client.close()
     assert steps == list(range(50))
+
+
+async def test_an_iterator_that_lags_stops_the_reading_and_loses_nothing(monkeypatch):
+    monkeypatch.setattr(client_module, "MAX_UNREAD_BATCHES", 2)
+    client = EngineClient(options(), command=(sys.executable, str(SCRIPT)), hang_timeout_s=0.2)
+    await client.start()
+    for request in range(20):
+        client.send(submit(request, 4000))
+    process = client._process
+    async with asyncio.timeout(TIMEOUT_S):
+        while not process.is_paused:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        with pytest.raises(TimeoutError):  # longer than a silent engine would live
+            await asyncio.wait_for(asyncio.shield(process.closed), 0.5)
+        assert process.is_paused
+        received = 0
+        async for message in client.messages():
+            received += isinstance(message, Tokens)
+            if received == 20 * 4000:
+                await client.close()
+    assert received == 20 * 4000
+    assert client.num_restarts == 0
 
 
 def test_the_front_imports_no_torch_no_numba_and_no_transformers():
