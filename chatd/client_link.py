@@ -47,6 +47,8 @@ from chatd.protocol import (
 )
 
 MAX_BACKOFF_S = 10.0
+# A daemon that loads is there and will be ready in seconds.
+MAX_LOADING_S = 1.0
 MAX_EVENT_BYTES = 64 * 1024 * 1024
 _STABLE_S = 5.0
 _TERMINAL = (ResponseCompleted, ResponseIncomplete, ResponseFailed)
@@ -294,6 +296,8 @@ class Connection:
             if connected_at is not None and loop.time() - connected_at > _STABLE_S:
                 attempt = 1
             delay_s = max(self._backoff(attempt), (error.retry_after_ms or 0) / 1000)
+            if error.error_code == "loading":
+                delay_s = min(delay_s, MAX_LOADING_S)
             self._set_state(ConnectionState(ConnectionPhase.WAITING, attempt, delay_s, error))
             self._retry_now.clear()
             with contextlib.suppress(TimeoutError):

@@ -481,6 +481,23 @@ async def test_waiting_at_first_goes_on_until_the_daemon_is_loaded() -> None:
     assert states[-1].phase is ConnectionPhase.CLOSED
 
 
+async def test_a_daemon_that_loads_is_asked_again_soon() -> None:
+    async with ScriptedDaemon() as daemon:
+        body = {"error": {"type": "server_error", "code": "loading", "message": "m", "retry_after_ms": 5000}}
+        daemon.refuse = (HTTPStatus.SERVICE_UNAVAILABLE, json.dumps(body).encode())
+        waits: list[float] = []
+
+        def note(state: ConnectionState) -> None:
+            if state.phase is ConnectionPhase.WAITING:
+                waits.append(state.retry_in_s)
+                daemon.refuse = None
+                asyncio.get_running_loop().call_soon(client.retry_now)
+
+        client = Client.connect(daemon.url, wait_s=60, on_state=note, backoff=lambda _: 9.0)
+        async with client:
+            assert waits == [1.0]
+
+
 @pytest.mark.parametrize(
     ("code", "kind"), [(p.CLOSE_UNAUTHENTICATED, AuthenticationError), (p.CLOSE_PROTOCOL, InvalidRequest)]
 )

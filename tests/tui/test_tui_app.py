@@ -268,6 +268,23 @@ async def test_a_restart_with_another_answer_replaces_what_was_shown(make_app: M
             await wait_until(lambda: status(app).kind == "idle")
 
 
+async def test_a_conversation_that_a_restart_lost_is_said_and_the_next_message_begins_a_new_one(
+    daemon: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    app = make_app(daemon)
+    async with app.run_test(size=SIZE) as pilot:
+        await wait_until(connected(app))
+        await say(pilot, "hi")
+        await wait_until(lambda: bool(answers(app)) and status(app).kind == "idle")
+        daemon.sessions.clear()
+        await daemon.drop(p.CLOSE_RESTART)
+        gone = StatusView("error", "the daemon no longer has this conversation", "the next message begins a new one")
+        await wait_until(lambda: status(app) == gone)
+        await say(pilot, "again")
+        await wait_until(lambda: [m.text for m in app.chat.query(UserMessage)] == ["again"])
+        await wait_until(lambda: status(app).kind == "idle")
+
+
 async def test_a_wrong_key_is_said_with_what_helps(make_app: MakeApp, wait_until) -> None:
     async with ScriptedDaemon(key="right") as daemon:
         app = make_app(daemon, "wrong")

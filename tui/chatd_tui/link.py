@@ -181,6 +181,11 @@ class DaemonLink:
         except ChatdError as error:
             if isinstance(error, NotFound) and self._session == session:
                 self._session = None
+                error = NotFound(
+                    "the daemon no longer has this conversation",
+                    code=error.error_code,
+                    hint="the next message begins a new one",
+                )
             if error.error_code not in ("detached", "client_closed"):
                 self._post(Refused(error))
 
