@@ -22,6 +22,9 @@ from chatd.server.http_protocol import BoundedHttpProtocol, BoundedWebSocketProt
 
 BACKLOG = 512
 KEEP_ALIVE_S = 30
+MAX_HTTP_CONNECTIONS = 2048
+"""Beside the websockets; a request on one more is answered with 503."""
+
 MAX_HEADER_BYTES = 32 * 1024
 SHUTDOWN_TIMEOUT_S = 3
 
@@ -108,6 +111,7 @@ def uvicorn_config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         backlog=BACKLOG,
+        limit_concurrency=settings.max_connections + MAX_HTTP_CONNECTIONS,
         **tls_context_arguments(settings),  # type: ignore[arg-type]
     )
 

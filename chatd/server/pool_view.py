@@ -94,16 +94,17 @@ class PoolSubscription:
     Args:
         principal: Who looks.
         command: What it asked for.
-        sees_all: It is the operator, or its tenant has the machine to itself.
+        sees_all: Tells whether it is the operator, or its tenant has the machine to itself; asked at each frame,
+            since keys come and go.
         clock: Seconds, monotonic.
     """
 
     def __init__(
-        self, principal: Principal, command: PoolSubscribe, *, sees_all: bool, clock: Callable[[], float]
+        self, principal: Principal, command: PoolSubscribe, *, sees_all: Callable[[], bool], clock: Callable[[], float]
     ) -> None:
         self.principal = principal
         self.detail = command.detail
-        self.interval_s = 1.0 / (command.hz if sees_all else min(command.hz, TENANT_MAX_HZ))
+        self._hz = command.hz
         self._cells = command.cells
         self._re: str | None = command.id
         self._sees_all = sees_all
@@ -113,6 +114,11 @@ class PoolSubscription:
         self._due_at = float("-inf")
         self._step: PoolStep | None = None
         self._rate = _TokenRate()
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between frames."""
+        return 1.0 / (self._hz if self._sees_all() else min(self._hz, TENANT_MAX_HZ))
 
     @property
     def wants_map(self) -> bool:
@@ -146,15 +152,16 @@ class PoolSubscription:
         if step is None:
             return None
         frame = step.frame
-        view = self._everything(step) if self._sees_all else self._own(step)
-        sessions = self._session_rows(step) if self.wants_leases else None
+        sees_all = self._sees_all()
+        view = self._everything(step) if sees_all else self._own(step)
+        sessions = self._session_rows(step, sees_all=sees_all) if self.wants_leases else None
         is_first = self._num_sent == 0 or (
             view.counts is not None and (self._sent is None or len(self._sent) != len(view.counts))
         )
         cells = self._cells_frame(view.counts, frame.num_blocks, whole=is_first)
         self._sent = view.counts
         self._num_sent += 1
-        number = frame.step if self._sees_all else self._num_sent
+        number = frame.step if sees_all else self._num_sent
         if is_first:
             re, self._re = self._re, None
             return PoolSnapshot(
@@ -212,14 +219,14 @@ class PoolSubscription:
             counts = fold_states(packed, blocks_per_cell(frame.num_blocks, self._cells))
         return _View(totals, [_tenant_row(row)], counts)
 
-    def _session_rows(self, step: PoolStep) -> list[SessionBlocks]:
+    def _session_rows(self, step: PoolStep, *, sees_all: bool) -> list[SessionBlocks]:
         rows = []
         for lease in step.frame.leases:
             entry = step.sessions.get(lease.lease)
             if entry is None:
                 continue
             is_own = (entry.owner.tenant, entry.owner.user) == (self.principal.tenant, self.principal.user)
-            if not is_own and not self._sees_all:
+            if not is_own and not sees_all:
                 continue
             rows.append(
                 SessionBlocks(

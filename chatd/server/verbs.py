@@ -218,7 +218,10 @@ async def _response_cancel(connection: Connection, command: ResponseCancel) -> E
 
 async def _pool_subscribe(connection: Connection, command: PoolSubscribe) -> Event | None:
     daemon, principal = connection.daemon, connection.principal
-    sees_all = principal.operator or daemon.authenticator.is_single_tenant
+
+    def sees_all() -> bool:
+        return principal.operator or daemon.authenticator.is_single_tenant
+
     connection.drop_pool()
     subscription = PoolSubscription(principal, command, sees_all=sees_all, clock=daemon.clock)
     if not connection.is_closed:

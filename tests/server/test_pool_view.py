@@ -63,7 +63,7 @@ def frame(states: list[int], owners: list[int], tenants: tuple[str, ...] = ("acm
 
 def look(principal=ANN, *, sees_all=True, clock=None, **command) -> PoolSubscription:
     command = {"detail": "map", "cells": 64, "hz": 10.0, **command}
-    return PoolSubscription(principal, PoolSubscribe(**command), sees_all=sees_all, clock=clock or FakeClock())
+    return PoolSubscription(principal, PoolSubscribe(**command), sees_all=lambda: sees_all, clock=clock or FakeClock())
 
 
 def take(subscription: PoolSubscription, pool_frame: PoolFrame, sessions=None):
@@ -194,6 +194,20 @@ def test_a_tenants_frames_are_the_same_bytes_whatever_others_do(detail) -> None:
         return sent
 
     assert watched(flooding=True) == watched(flooding=False)
+
+
+def test_a_tenant_that_is_no_longer_alone_sees_its_own_from_then_on() -> None:
+    clock = FakeClock()
+    alone = [True]
+    command = PoolSubscribe(detail="summary", hz=10.0)
+    subscription = PoolSubscription(EVE, command, sees_all=lambda: alone[0], clock=clock)
+    pool_frame = frame([2, 2, 1, 0], [0, 1, 0, NO_ONE])
+    assert take(subscription, pool_frame).totals.active == 2
+    alone[0] = False
+    clock.advance(1.0)
+    event = take(subscription, pool_frame)
+    assert (event.totals.active, [row.tenant for row in event.tenants]) == (1, ["beta"])
+    assert subscription.interval_s == 1.0
 
 
 def test_a_tenant_is_shown_one_frame_a_second() -> None:

@@ -36,6 +36,7 @@ from chatd.protocol import (
     UserMessage,
     encode,
 )
+from chatd.server import daemon as daemon_module
 from chatd.tenants.keys import parse, revoke_key
 from chatd.testing_sessions import encode_text
 
@@ -289,6 +290,18 @@ async def test_a_revoked_keys_sockets_close(start, tmp_path) -> None:
         running.daemon.refresh_keys()
         assert await talk.closed() == 4401
         assert isinstance(await other.ask(Ping(id="p", t=1)), Pong)
+
+
+async def test_the_keys_file_is_watched(start, tmp_path, monkeypatch) -> None:
+    assert daemon_module.KEYS_POLL_S <= 5
+    monkeypatch.setattr(daemon_module, "KEYS_POLL_S", 0.01)
+    async with start() as running, running.chat() as talk:
+        revoke_key(tmp_path / "keys.json", parse(running.key))
+        assert await talk.closed() == 4401
+        with pytest.raises(InvalidStatus) as refused:
+            async with running.chat():
+                pass
+        assert refused.value.response.status_code == 401
 
 
 async def test_a_stopping_daemon_lets_answers_end_and_closes_for_a_restart(start) -> None:
