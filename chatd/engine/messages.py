@@ -283,6 +283,8 @@ class Done(_Message, frozen=True):
         timings: Where the time went.
         error_code: For `failed`: a stable code of `chatd.errors`.
         error_message: For `failed`.
+        num_blocks: Blocks that the lease holds now; 0 where it was released.
+        num_shared: Of those, held by somebody else too.
     """
 
     request: RequestId
@@ -293,6 +295,8 @@ class Done(_Message, frozen=True):
     timings: RequestTimings
     error_code: str = ""
     error_message: str = ""
+    num_blocks: int = 0
+    num_shared: int = 0
 
 
 class LeaseLost(_Message, frozen=True):

@@ -24,7 +24,6 @@ from chatd.engine.messages import (
 )
 from chatd.engine.request import RequestStatus
 from chatd.engine.scheduler import Scheduler
-from chatd.kvcache.block_pool import SHARED
 from chatd.kvcache.leases import Lease, LeaseState
 
 STATS_INTERVAL_S = 1.0
@@ -190,12 +189,10 @@ class Reporter:
         return rows
 
     def _lease(self, lease: Lease) -> LeasePool:
-        states = self._scheduler.kv.pool.states
         return LeasePool(
             LeaseId(lease.lease_id),
             lease.tenant or "",
-            len(lease.table.block_ids),
-            sum(states[block_id] == SHARED for block_id in lease.table.block_ids),
+            *self._scheduler.kv.count_blocks(lease.table),
             len(lease.token_ids),
             tier_of(lease),
             lease.state in (LeaseState.ACTIVE, LeaseState.QUEUED),

@@ -396,6 +396,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
         self.counters.leave(request.tenant)
+        held, shared = self.kv.count_blocks(request.lease.table) if request.keep_lease else (0, 0)
         self.outbox.append(
             Done(
                 request.request_id,
@@ -406,6 +407,8 @@ class Scheduler:
                 request.timings(now),
                 error_code,
                 error_message,
+                held,
+                shared,
             )
         )
         self._note("end", request, list(FinishReason).index(reason), request.num_output_tokens)

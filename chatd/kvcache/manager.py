@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chatd.kvcache.block import BlockId
-from chatd.kvcache.block_pool import BlockPool
+from chatd.kvcache.block_pool import SHARED, BlockPool
 from chatd.kvcache.block_table import BlockTable
 from chatd.kvcache.prefix_index import Namespace, NamespaceId, PrefixEntry, PrefixIndex
 
@@ -92,6 +92,11 @@ class KVCacheManager:
         if not computed:
             return table.num_computed_tokens
         return (table.num_computed_tokens // self.block_size + len(computed)) * self.block_size
+
+    def count_blocks(self, table: BlockTable) -> tuple[int, int]:
+        """Return the blocks of a table, and how many of them somebody else holds too."""
+        states = self.pool.states
+        return len(table.block_ids), sum(states[block_id] == SHARED for block_id in table.block_ids)
 
     def num_missing_blocks(self, table: BlockTable, num_tokens: int, computed: Sequence[BlockId] = ()) -> int:
         """Blocks that `allocate_slots` with these arguments would take from the pool, found ones included."""

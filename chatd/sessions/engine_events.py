@@ -134,6 +134,7 @@ class EngineEvents:
     def _take(self, message: EngineEvent) -> None:
         match message:
             case Done():
+                self._note_blocks(message)
                 self._runner.on_done(message)
             case Started():
                 self._on_started(message)
@@ -157,6 +158,11 @@ class EngineEvents:
                 self._on_died(message)
             case _:
                 pass
+
+    def _note_blocks(self, message: Done) -> None:
+        turn = self._requests.turn_of(message.request)
+        if turn is not None:
+            turn.session.latest.blocks_held, turn.session.latest.blocks_shared = message.num_blocks, message.num_shared
 
     def _on_started(self, message: Started) -> None:
         turn = self._requests.turn_of(message.request)

@@ -28,11 +28,15 @@ async def test_a_later_turn_finds_everything_before_it_computed() -> None:
         before = session.conversation.num_tokens
         await manager.user_message(session, UserMessage(session=session.id, content=text))
         engine.run()
-        end = next(event for event in connection.take() if isinstance(event, ENDS))
+        events = connection.take()
+        end = next(event for event in events if isinstance(event, ENDS))
         # Only the last token of the answer before may have no KV yet.
         assert end.usage.cached_tokens >= before - 1
         assert end.usage.output_tokens == len(session.conversation.head.ids)
         ends.append(end)
+        usage = [event for event in events if isinstance(event, protocol.SessionUsage)][-1]
+        lease = engine.core.leases.get(session.lease.id)
+        assert (usage.blocks_held, usage.blocks_shared) == (len(lease.table.block_ids), 0)
     lease = engine.core.leases.get(session.lease.id)
     log = list(session.conversation.log())
     assert list(lease.token_ids)[: len(log)] == log
