@@ -124,7 +124,7 @@ class Backend:
         self._running = asyncio.create_task(manager.run(), name="sessions")
         daemon.open(manager, engine)
         for line in describe(ready, encoder):
-            logger.info("engine.ready", note=line)
+            logger.info("engine.note", note=line)
         return ready
 
     def _on_progress(self, phase: str, progress: float) -> None:

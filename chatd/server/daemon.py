@@ -116,8 +116,10 @@ class Daemon:
     # What serves.
 
     def report(self, phase: str, progress: float) -> None:
-        """Say what start-up is doing, for `/ready`."""
-        self._loading = (phase, progress)
+        """Say what start-up is doing, for `/ready`, and in the log at each new phase and quarter. From any thread."""
+        before, self._loading = self._loading, (phase, progress)
+        if phase != before[0] or int(4 * progress) != int(4 * before[1]):
+            logger.info("server.loading", phase=phase, percent=round(100 * progress))
 
     def fail(self, reason: str) -> None:
         """Say that start-up failed for good."""

@@ -84,6 +84,16 @@ def test_the_readable_form_escapes_too(log) -> None:
         assert char not in text
 
 
+async def test_loading_says_each_phase_and_how_far_it_is(start, log) -> None:
+    async with start(is_open=False) as running:
+        for progress in (0.0, 0.1, 0.3, 0.4, 0.76, 1.0):
+            running.daemon.report("compiling kernels", progress)
+        running.backend.gate.set()
+    said = [(line["phase"], line["percent"]) for line in lines(log) if line["event"] == "server.loading"]
+    kernels = [("compiling kernels", percent) for percent in (0, 30, 76, 100)]
+    assert said == [("loading weights", 50), *kernels]
+
+
 def test_levels_and_uvicorns_own_lines(log) -> None:
     stream = io.StringIO()
     configure_logging("warning", "auto", stream)
