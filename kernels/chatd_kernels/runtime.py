@@ -207,6 +207,29 @@ class Kernel:
         return frame[1]
 
 
+class _Scratch(threading.local):
+    """A thread's own scratch memory, as large as it was ever asked for."""
+
+    def __init__(self) -> None:
+        self.grow(1 << 16)
+
+    def grow(self, num_bytes: int) -> None:
+        """Replace the memory by a larger piece."""
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8)
+        self.num_bytes = num_bytes
+        self.address: int = self.memory.data_ptr()
+
+
+_scratch = _Scratch()
+
+
+def scratch(num_bytes: int) -> int:
+    """The address of scratch memory for one launch, aligned to 64 bytes; the calling thread's next call reuses it."""
+    if _scratch.num_bytes < num_bytes:
+        _scratch.grow(num_bytes)
+    return _scratch.address
+
+
 _kernels: list[Kernel] = []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from chatd_kernels import runtime
 
 
@@ -15,3 +16,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     runtime.set_num_threads(request.param)
     yield request.param
     runtime.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Every test draws the same numbers in every run."""
+    torch.manual_seed(0)

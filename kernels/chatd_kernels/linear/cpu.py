@@ -20,7 +20,7 @@ from chatd_kernels.checks import check_tensor
 from chatd_kernels.jit import jit
 from chatd_kernels.linear.pack import PackedWeight
 from chatd_kernels.microkernels import MAX_ROWS, FloatProduct, Int8Product, make_dot_rows
-from chatd_kernels.runtime import argument, claim_worker, kernel, next_item, num_threads
+from chatd_kernels.runtime import argument, claim_worker, kernel, next_item, num_threads, scratch
 from chatd_kernels.vector import (
     copy_bytes,
     hmax,
@@ -44,7 +44,8 @@ _dot_float = make_dot_rows(FloatProduct(half=False))
 _dot_half = make_dot_rows(FloatProduct(half=True))
 _dot_int8 = make_dot_rows(Int8Product())
 
-_FORMATS = {"fp32": 0, "fp16": 1, "int8": 2}
+_FP32, _FP16, _INT8 = range(3)
+_FORMATS = {"fp32": _FP32, "fp16": _FP16, "int8": _INT8}
 _ZERO = np.float32(0.0)
 _ROW_BLOCK_BYTES = 192 << 10
 """Rows of one block stay in the L2 cache while panels pass."""
@@ -55,9 +56,9 @@ _PARALLEL_FROM = 1 << 17  # multiplications
 @jit
 def _dot(kind: int, rows: int, x: int, w: int, out: int, out_stride: int, size: int) -> None:
     """The products of some rows and a panel, in the weights' format."""
-    if kind == 0:
+    if kind == _FP32:
         _dot_float(rows, x, w, out, out_stride, size)
-    elif kind == 1:
+    elif kind == _FP16:
         _dot_half(rows, x, w, out, out_stride, size)
     else:
         _dot_int8(rows, x, w, out, out_stride, size)
@@ -85,9 +86,9 @@ def linear_items(frame: int) -> None:
     weights, scales, bias, row_scales = (argument(frame, 3), argument(frame, 4), argument(frame, 5), argument(frame, 6))
     size, out_features = argument(frame, 7), argument(frame, 8)
     groups, blocks, num_blocks = (argument(frame, 9), argument(frame, 10), argument(frame, 11))
-    scratch = argument(frame, 12) + claim_worker(frame) * MAX_ROWS * 64
-    x_stride = size * (2 if kind == 2 else 4)
-    w_stride = size * 16 * (1 if kind == 2 else (2 if kind == 1 else 4))
+    partial = argument(frame, 12) + claim_worker(frame) * MAX_ROWS * 64
+    x_stride = size * (2 if kind == _INT8 else 4)
+    w_stride = size * 16 * (1 if kind == _INT8 else (2 if kind == _FP16 else 4))
     out_stride = out_features * 4
     num_panels = (out_features + 15) // 16
     num_items = (num_panels + 3) // 4 * num_blocks
@@ -105,7 +106,7 @@ def linear_items(frame: int) -> None:
                 row = load_i64(groups + group * 8)
                 rows = load_i64(groups + group * 8 + 8) - row
                 place = out + row * out_stride + panel * 64
-                target, stride = (place, out_stride) if width == 16 else (scratch, 64)
+                target, stride = (place, out_stride) if width == 16 else (partial, 64)
                 _dot(kind, rows, x + row * x_stride, weights + panel * w_stride, target, stride, size)
                 _scale_and_bias(
                     target,
@@ -117,7 +118,7 @@ def linear_items(frame: int) -> None:
                 )
                 if width < 16:
                     for r in range(rows):
-                        copy_bytes(place + r * out_stride, scratch + r * 64, width * 4)
+                        copy_bytes(place + r * out_stride, partial + r * 64, width * 4)
 
 
 @kernel
@@ -176,10 +177,18 @@ class RowGroups:
     Attributes:
         starts: the first row of each group, then the number of rows.
         blocks: the first group of each block, then the number of groups.
+        starts_address: where `starts` lies.
+        blocks_address: where `blocks` lies.
+        num_groups: groups.
+        num_blocks: blocks.
     """
 
     starts: array[int]
     blocks: array[int]
+    starts_address: int
+    blocks_address: int
+    num_groups: int
+    num_blocks: int
 
 
 @lru_cache(maxsize=512)
@@ -195,7 +204,7 @@ def row_groups(num_rows: int, size: int) -> RowGroups:
         starts.extend(first + (end - first) * group // num_groups for group in range(num_groups))
     blocks.append(len(starts))
     starts.append(num_rows)
-    return RowGroups(starts, blocks)
+    return RowGroups(starts, blocks, starts.buffer_info()[0], blocks.buffer_info()[0], len(starts) - 1, len(blocks) - 1)
 
 
 def largest_activation(in_features: int) -> int:
@@ -210,47 +219,34 @@ def linear(x: torch.Tensor, packed: PackedWeight, out: torch.Tensor) -> None:
     target = check_tensor("out", out, (num_rows, packed.out_features))
     if num_rows == 0:
         return
-    division = row_groups(num_rows, size)
-    num_groups = len(division.starts) - 1
-    starts = division.starts.buffer_info()[0]
-    is_parallel_prologue = num_groups > 1 and num_rows * size >= _PARALLEL_PROLOGUE_FROM
-    row_scales = 0
-    if packed.format == "int8":
-        integers, factors = (torch.empty((num_rows, size), dtype=torch.int16), torch.empty(num_rows))
-        row_scales = factors.data_ptr()
-        quantize_rows.launch(
-            is_parallel_prologue,
-            address,
-            integers.data_ptr(),
-            size,
-            starts,
-            num_groups,
-            row_scales,
-            largest_activation(size),
-        )
-        address = integers.data_ptr()
-    elif num_rows > 1:
-        interleaved = torch.empty((num_rows, size))
-        interleave_rows.launch(is_parallel_prologue, address, interleaved.data_ptr(), size, starts, num_groups)
-        address = interleaved.data_ptr()
+    kind = _FORMATS[packed.format]
     parallel = num_rows * size * packed.out_features >= _PARALLEL_FROM
     threads = num_threads() if parallel else 1
-    # For the results of a partial panel.
-    scratch = torch.empty(threads * MAX_ROWS * 16)
+    division = row_groups(num_rows, size)
+    # Scratch memory: a partial panel's results for each thread, the rows' scales, the rows as the kernel reads them.
+    partial = scratch(threads * MAX_ROWS * 64 + num_rows * (4 + size * 4) + 128)
+    row_scales = partial + threads * MAX_ROWS * 64
+    rows = (row_scales + num_rows * 4 + 63) // 64 * 64
+    is_parallel_prologue = division.num_groups > 1 and num_rows * size >= _PARALLEL_PROLOGUE_FROM
+    prologue = (address, rows, size, division.starts_address, division.num_groups)
+    if kind == _INT8:
+        quantize_rows.launch(is_parallel_prologue, *prologue, row_scales, largest_activation(size))
+        address = rows
+    elif num_rows > 1:
+        interleave_rows.launch(is_parallel_prologue, *prologue)
+        address = rows
     linear_items.launch(
         parallel,
-        _FORMATS[packed.format],
+        kind,
         address,
         target,
-        packed.panels.data_ptr(),
-        0 if packed.scales is None else packed.scales.data_ptr(),
-        0 if packed.bias is None else packed.bias.data_ptr(),
+        *packed.addresses,
         row_scales,
         size,
         packed.out_features,
-        starts,
-        division.blocks.buffer_info()[0],
-        len(division.blocks) - 1,
-        scratch.data_ptr(),
+        division.starts_address,
+        division.blocks_address,
+        division.num_blocks,
+        partial,
         num_threads=threads,
     )

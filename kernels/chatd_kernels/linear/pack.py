@@ -29,6 +29,7 @@ class PackedWeight:
         panels: the packed numbers.
         scales: `[out_features, filled to whole panels]` float32: what an int8 weight counts; None for floats.
         bias: the same shape, or None.
+        addresses: of panels, scales and bias; 0 where there is none.
     """
 
     format: WeightFormat
@@ -37,6 +38,7 @@ class PackedWeight:
     panels: torch.Tensor
     scales: torch.Tensor | None
     bias: torch.Tensor | None
+    addresses: tuple[int, int, int]
 
     @property
     def num_bytes(self) -> int:
@@ -71,14 +73,21 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, weight_format: 
         panels = filled.view(num_panels, PANEL, in_features // 2, 2).transpose(1, 2).contiguous()
     else:
         panels = filled.view(num_panels, PANEL, in_features).transpose(1, 2).contiguous()
+    scales = None if scales is None else _filled(scales, num_panels * PANEL)
+    bias = None if bias is None else _filled(bias.float(), num_panels * PANEL)
     return PackedWeight(
         format=weight_format,
         in_features=in_features,
         out_features=out_features,
         panels=panels,
-        scales=None if scales is None else _filled(scales, num_panels * PANEL),
-        bias=None if bias is None else _filled(bias.float(), num_panels * PANEL),
+        scales=scales,
+        bias=bias,
+        addresses=(panels.data_ptr(), _address(scales), _address(bias)),
     )
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _filled(tensor: torch.Tensor, rows: int) -> torch.Tensor:
