@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from chatd.sessions.template import ChatTemplate
+from chatd.sessions.tokenizer import load_tokenizer
+
 TEMPLATES = Path(__file__).parent / "templates"
 
 # Has the texts of control tokens, so that the vocabularies learn to spell them.
@@ -197,3 +200,17 @@ def model_folder(
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def chat_template(model_folder: Callable[[str], Path]) -> Callable[[str], ChatTemplate]:
+    """Loads the template of such a model, once: each load is a process."""
+    loaded: dict[str, ChatTemplate] = {}
+
+    def load(name: str) -> ChatTemplate:
+        if name not in loaded:
+            folder = model_folder(name)
+            loaded[name] = ChatTemplate.load(folder, load_tokenizer(folder))
+        return loaded[name]
+
+    return load

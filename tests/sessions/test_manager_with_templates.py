@@ -1,6 +1,6 @@
 """Sessions with real templates and tokenizers: their ids are those of the template's own text."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,10 +21,12 @@ ANSWERS = ("It is Paris.", "Zażółć gęślą jaźń", "and so is that", "fine
 class Served:
     """A manager over one model's tokenizer and template, and an engine that answers with given texts."""
 
-    def __init__(self, folder: Path, answers: list[str], *, thoughts: Thoughts = "auto") -> None:
+    def __init__(
+        self, folder: Path, template: ChatTemplate, answers: Sequence[str], *, thoughts: Thoughts = "auto"
+    ) -> None:
         self.tokenizer: ChatTokenizer = load_tokenizer(folder)
-        self.template = ChatTemplate.load(folder, self.tokenizer)
-        self.encoder = PromptEncoder(self.template, self.tokenizer, thoughts=thoughts)
+        self.reference = self.tokenizer.reference()
+        self.encoder = PromptEncoder(template, self.tokenizer, thoughts=thoughts)
         self.answers = iter(answers)
         self.engine = ScriptedEngine(self._reply)
         vocab_size = self.tokenizer.vocab_size
@@ -48,9 +50,15 @@ class Served:
             if piece in control:
                 ids.append(control[piece])
             else:
-                ids += self.tokenizer.reference().encode(piece, add_special_tokens=False).ids
+                ids += self.reference.encode(piece, add_special_tokens=False).ids
         end = self.encoder.turn_end_id
         return [*ids, *(() if end is None else (end,))]
+
+
+@pytest.fixture
+def serve(model_folder: Callable[[str], Path], chat_template: Callable[[str], ChatTemplate]) -> Callable[..., Served]:
+    """Serves a model that is like the family a template is for: `serve(name, answers, thoughts=…)`."""
+    return lambda name, answers, **options: Served(model_folder(name), chat_template(name), answers, **options)
 
 
 def plain(said: tuple[str, ...], answers: tuple[str, ...]) -> list[Message]:
@@ -62,10 +70,8 @@ def plain(said: tuple[str, ...], answers: tuple[str, ...]) -> list[Message]:
 
 
 @pytest.mark.parametrize("name", ["chatml_default", "llama3", "mistral_nemo"])
-async def test_a_sessions_log_is_what_the_template_makes_of_its_text(
-    name: str, model_folder: Callable[[str], Path]
-) -> None:
-    served = Served(model_folder(name), list(ANSWERS))
+async def test_a_sessions_log_is_what_the_template_makes_of_its_text(name: str, serve: Callable[..., Served]) -> None:
+    served = serve(name, ANSWERS)
     manager = served.manager
     session = await manager.create(ANN, SessionCreate(system="Be brief."))
     logs = []
@@ -84,10 +90,8 @@ async def test_a_sessions_log_is_what_the_template_makes_of_its_text(
 
 
 @pytest.mark.parametrize("name", ["chatml_default", "llama3", "mistral_nemo", "gemma3", "phi3", "mistral_v3"])
-async def test_stateless_history_hits_the_lease_whatever_the_template(
-    name: str, model_folder: Callable[[str], Path]
-) -> None:
-    served = Served(model_folder(name), list(ANSWERS))
+async def test_stateless_history_hits_the_lease_whatever_the_template(name: str, serve: Callable[..., Served]) -> None:
+    served = serve(name, ANSWERS)
     history: list[Message] = []
     for text in SAID:
         history.append(Message(role="user", content=text))
@@ -113,16 +117,16 @@ async def test_stateless_history_hits_the_lease_whatever_the_template(
     ],
 )
 async def test_thoughts_stay_in_the_text_and_leave_the_ids_where_they_are_dropped(
-    name: str, thoughts: Thoughts, dropped: bool, model_folder: Callable[[str], Path]
+    name: str, thoughts: Thoughts, dropped: bool, serve: Callable[..., Served]
 ) -> None:
-    served = Served(model_folder(name), ["<think>|\nhm\n|</think>|\n\nParis.", "ok"], thoughts=thoughts)
+    served = serve(name, ["<think>|\nhm\n|</think>|\n\nParis.", "ok"], thoughts=thoughts)
     manager = served.manager
     session = await manager.create(ANN, SessionCreate())
     await manager.user_message(session, UserMessage(session=session.id, content="capital?"))
     served.engine.run()
     answer = session.conversation.head
     assert "Paris." in answer.content
-    assert answer.usage.output_tokens > len(served.tokenizer.reference().encode("Paris.").ids)
+    assert answer.usage.output_tokens > len(served.reference.encode("Paris.").ids)
     thought_end = served.tokenizer.token_id("</think>")
     assert (thought_end in answer.ids) == (not dropped)
     await manager.user_message(session, UserMessage(session=session.id, content="sure?"))

@@ -37,10 +37,10 @@ CONTENT = st.lists(st.one_of(st.sampled_from(CONTROL_TEXTS), PLAIN), max_size=5)
 
 
 class Model:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, template: ChatTemplate | None = None) -> None:
         self.folder = folder
         self.tokenizer: ChatTokenizer = load_tokenizer(folder)
-        self.encoder = PromptEncoder(ChatTemplate.load(folder, self.tokenizer), self.tokenizer)
+        self.encoder = PromptEncoder(template or ChatTemplate.load(folder, self.tokenizer), self.tokenizer)
         self.kind = self.encoder.template.kind
         self.reference = PreTrainedTokenizerFast.from_pretrained(folder)
         self.added = re.compile("|".join(re.escape(token.content) for token in self.tokenizer.added_tokens))
@@ -63,12 +63,12 @@ def turns(*contents: str) -> list[Message]:
 
 
 @pytest.fixture(scope="module")
-def models(model_folder: Callable[[str], Path]) -> Callable[[str], Model]:
+def models(model_folder: Callable[[str], Path], chat_template: Callable[[str], ChatTemplate]) -> Callable[[str], Model]:
     loaded: dict[str, Model] = {}
 
     def get(name: str) -> Model:
         if name not in loaded:
-            loaded[name] = Model(model_folder(name))
+            loaded[name] = Model(model_folder(name), chat_template(name))
         return loaded[name]
 
     return get

@@ -62,9 +62,10 @@ def chatml(model_folder: Callable[[str], Path]) -> ChatTokenizer:
         ),
     ],
 )
-def test_a_template_is_classed_by_what_it_does(model_folder: Callable[[str], Path], name: str, kind: str) -> None:
-    folder = model_folder(name)
-    assert str(ChatTemplate.load(folder, load_tokenizer(folder)).kind) == kind
+def test_a_template_is_classed_by_what_it_does(
+    chat_template: Callable[[str], ChatTemplate], name: str, kind: str
+) -> None:
+    assert str(chat_template(name).kind) == kind
 
 
 def test_every_template_of_the_test_data_is_classed_and_described() -> None:
@@ -82,24 +83,24 @@ def test_a_template_that_counts_turns_rewrites_its_history(chatml: ChatTokenizer
     assert str(kind).endswith("rewrites its history, which is kept as it was computed")
 
 
-def test_a_date_is_found_with_its_format(model_folder: Callable[[str], Path]) -> None:
-    folder = model_folder("llama3_dated")
-    opening = ChatTemplate.load(folder, load_tokenizer(folder)).shape.opening["user"]
+def test_a_date_is_found_with_its_format(chat_template: Callable[[str], ChatTemplate]) -> None:
+    opening = chat_template("llama3_dated").shape.opening["user"]
     assert [piece for piece in opening if isinstance(piece, DateSlot)] == [DateSlot("%d %b %Y")]
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
-def test_rendering_is_that_of_transformers_environment(model_folder: Callable[[str], Path], name: str) -> None:
+def test_rendering_is_that_of_transformers_environment(
+    model_folder: Callable[[str], Path], chat_template: Callable[[str], ChatTemplate], name: str
+) -> None:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    folder = model_folder(name)
-    template = ChatTemplate.load(folder, load_tokenizer(folder))
+    template = chat_template(name)
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )
     environment.globals["raise_exception"] = raise_exception
-    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config = json.loads((model_folder(name) / "tokenizer_config.json").read_text())
     messages = [say("user", " Hi <b>&amp; </b>\n"), say("assistant", "Hello.  "), say("user", "")]
     expected = environment.from_string(template.source).render(
         messages=[{"role": message.role, "content": message.content} for message in messages],
@@ -111,9 +112,8 @@ def test_rendering_is_that_of_transformers_environment(model_folder: Callable[[s
     assert template.render(messages, add_generation_prompt=True, date=DAY) == expected
 
 
-def test_what_the_template_refuses_is_the_requests_fault(model_folder: Callable[[str], Path]) -> None:
-    folder = model_folder("gemma2")
-    template = ChatTemplate.load(folder, load_tokenizer(folder))
+def test_what_the_template_refuses_is_the_requests_fault(chat_template: Callable[[str], ChatTemplate]) -> None:
+    template = chat_template("gemma2")
     with pytest.raises(InvalidRequest, match="System role not supported"):
         template.render([say("system", "Be brief."), say("user", "Hi")], add_generation_prompt=True, date=DAY)
 
