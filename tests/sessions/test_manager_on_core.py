@@ -1,14 +1,16 @@
 """Sessions over the real engine core, whose runner compares every slot with what the session holds (I25)."""
 
+import asyncio
 import random
 from itertools import pairwise
 
 import pytest
 
 from chatd import protocol
+from chatd.engine.messages import Release
 from chatd.errors import ChatdError
-from chatd.protocol import Message, Params, SessionCreate, UserMessage
-from chatd.sessions.manager import CompletionRequest, Owner, SessionLimits
+from chatd.protocol import Message, Params, SessionAttach, SessionCreate, UserMessage
+from chatd.sessions.manager import CompletionRequest, Owner, Session, SessionLimits, SessionManager
 from chatd.testing_sessions import CoreEngine, RecordingSubscriber, make_manager
 
 OWNERS = (Owner("acme", "ann"), Owner("acme", "bob"), Owner("zeta", "ann"))
@@ -65,7 +67,9 @@ async def test_stateless_history_hits_its_own_cache() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_any_mix_of_turns_cancels_and_stateless_requests_keeps_ids_and_kv_together(seed: int) -> None:
+async def test_any_mix_of_turns_branches_cancels_closes_and_stateless_requests_keeps_ids_and_kv_together(
+    seed: int,
+) -> None:
     rng = random.Random(seed)
     engine = CoreEngine(num_blocks=40 if seed % 2 else 200, max_num_seqs=4, max_leases=9 if seed % 3 else 64)
     manager = make_manager(engine, max_tokens=20, limits=SessionLimits(max_stateless_sessions=6, max_known_messages=30))
@@ -86,8 +90,8 @@ async def test_any_mix_of_turns_cancels_and_stateless_requests_keeps_ids_and_kv_
         Params(ignore_eos=True),
         Params(stop_token_ids=(65,)),
     )
-    for _ in range(120):
-        action = rng.randrange(10)
+    for _ in range(160):
+        action = rng.randrange(16)
         session = rng.choice(sessions)
         try:
             if action < 3:
@@ -100,10 +104,30 @@ async def test_any_mix_of_turns_cancels_and_stateless_requests_keeps_ids_and_kv_
             elif action == 4:
                 owner, history = rng.choice(histories)
                 said = [*history, Message(role="user", content=rng.choice(TEXTS))]
-                completion = await manager.complete(owner, CompletionRequest(messages=said, params=rng.choice(params)))
-                running.append((owner, said, completion))
+                request = CompletionRequest(
+                    messages=said, params=rng.choice(params), conversation_id=rng.choice((None, "one", "two"))
+                )
+                running.append((owner, said, await manager.complete(owner, request)))
             elif action == 5 and running:
                 rng.choice(running)[2].cancel()
+            elif action == 6 and (items := manager.items(session)):
+                message = UserMessage(session=session.id, content=rng.choice(TEXTS), parent=rng.choice(items).id)
+                await manager.user_message(session, message)
+            elif action == 7:
+                message = UserMessage(session=session.id, content=rng.choice(TEXTS), respond=False)
+                await manager.user_message(session, message)
+            elif action == 8:
+                given_up = asyncio.create_task(
+                    manager.user_message(session, UserMessage(session=session.id, content=rng.choice(TEXTS)))
+                )
+                for _ in range(rng.randrange(3)):
+                    await asyncio.sleep(0)
+                given_up.cancel()
+                await asyncio.gather(given_up, return_exceptions=True)
+            elif action == 9 and rng.random() < 0.3:
+                await close_and_come_back(engine, manager, session, watchers[sessions.index(session)])
+            elif action == 10 and session.turn is None:
+                engine.core.handle(Release(session.lease.id), engine.clock())  # lost, and the front does not know
             else:
                 for _ in range(rng.randrange(1, 12)):
                     engine.step()
@@ -123,6 +147,22 @@ async def test_any_mix_of_turns_cancels_and_stateless_requests_keeps_ids_and_kv_
     for session, watcher in zip(sessions, watchers, strict=True):
         assert session.turn is None
         check_transcript(watcher.events, manager.items(session))
+
+
+async def close_and_come_back(
+    engine: CoreEngine, manager: SessionManager, session: Session, watcher: RecordingSubscriber
+) -> None:
+    closing = asyncio.create_task(manager.close(session))
+    while not closing.done():
+        engine.step()
+        await asyncio.sleep(0)
+    await closing
+    last_seq = max((event.seq for event in watcher.events if isinstance(event, protocol.TranscriptEvent)), default=0)
+    attached = manager.attach(
+        session, watcher, SessionAttach(session=session.id, after_seq=last_seq, boot=manager.boot)
+    )
+    assert attached.replay == "exact"
+    manager.start(session, watcher)
 
 
 def check_transcript(events: list[protocol.Event], items: list[protocol.Item]) -> None:
