@@ -104,7 +104,7 @@ class Backend:
         daemon.report("starting the engine", 0.0)
         starting = asyncio.create_task(engine.start(self._on_progress), name="engine start")
         try:
-            tokenizer, encoder = await asyncio.to_thread(_load_encoder, files.path, settings)
+            tokenizer, encoder = await asyncio.to_thread(load_encoder, files.path, settings)
             ready = await starting
         except BaseException:
             starting.cancel()
@@ -166,7 +166,12 @@ async def _in_daemon_thread(work: Callable[[], T]) -> T:
     return await future
 
 
-def _load_encoder(folder: Path, settings: Settings) -> tuple[ChatTokenizer, PromptEncoder]:
+def load_encoder(folder: Path, settings: Settings) -> tuple[ChatTokenizer, PromptEncoder]:
+    """Return what makes ids of conversations and text of ids. Takes a second for a large vocabulary: use a thread.
+
+    Raises:
+        ModelError: The model cannot chat, or its files are refused.
+    """
     tokenizer = load_tokenizer(folder)
     # What is longer than the context allows is refused before, once the engine has said what that is.
     max_bytes = session_limits(settings).max_history_bytes
