@@ -271,7 +271,14 @@ class SessionManager:
 
     # Turns.
 
-    async def user_message(self, session: Session, command: UserMessage, subscriber: Subscriber | None = None) -> None:
+    async def user_message(
+        self,
+        session: Session,
+        command: UserMessage,
+        subscriber: Subscriber | None = None,
+        *,
+        request_class: RequestClass = RequestClass.INTERACTIVE,
+    ) -> None:
         """Add a message and, unless `respond` is false, start its answer; returns when it is on its way.
 
         `item.added` goes to everybody attached and, with `re`, to the sender. Nothing has changed where this raises.
@@ -285,7 +292,7 @@ class SessionManager:
                 parameter is out of range, or `parent` is no message of the session.
             ContextLengthExceeded: It can never fit.
         """
-        await self._native.user_message(session, command, subscriber)
+        await self._native.user_message(session, command, subscriber, request_class)
 
     async def cancel(self, session: Session, subscriber: Subscriber | None = None) -> None:
         """End the answer in progress; `response.incomplete` follows, with what there is of it.

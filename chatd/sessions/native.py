@@ -108,7 +108,9 @@ class NativeDoor:
         if not session.closed:
             self._store.close(session)
 
-    async def user_message(self, session: Session, command: UserMessage, subscriber: Subscriber | None) -> None:
+    async def user_message(
+        self, session: Session, command: UserMessage, subscriber: Subscriber | None, request_class: RequestClass
+    ) -> None:
         """Add a message and start its answer; see `SessionManager.user_message`."""
         _check_writer(session, subscriber)
         check_free(session)
@@ -145,7 +147,7 @@ class NativeDoor:
             parent=parent,
             params=command.params or Params(),
             sink=session,
-            request_class=RequestClass.INTERACTIVE,
+            request_class=request_class,
             on_accepted=on_accepted,
         )
 

@@ -7,7 +7,7 @@ Sessions made here are in no list and go when there are too many.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from chatd.errors import InvalidRequest
@@ -130,21 +130,24 @@ class StatelessDoor:
         return session
 
     def _expire(self, owner: Owner) -> None:
-        """Let the longest unused sessions go while there are too many, or the owner's have too much text."""
-        num_over = len(self._sessions) - self._limits.max_stateless_sessions
-        own = [session for session in self._sessions.values() if session.owner == owner]
-        num_bytes_over = sum(session.num_bytes for session in own) - self._limits.max_text_bytes_per_user
-        for session in own:
-            if num_bytes_over <= 0:
+        """Let the longest unused sessions go while the owner's have too much text, or there are too many in all.
+
+        Those of whoever has most go first: one user's many conversations cost no other user theirs.
+        """
+        idle = [session for session in self._sessions.values() if session.turn is None]
+        num_bytes = sum(session.num_bytes for session in self._sessions.values() if session.owner == owner)
+        for session in idle:
+            if num_bytes <= self._limits.max_text_bytes_per_user:
                 break
-            if session.turn is None:
-                num_bytes_over -= session.num_bytes
-                num_over -= 1
+            if session.owner == owner:
+                num_bytes -= session.num_bytes
                 self._drop(session)
-        if num_over > 0:
+        while len(self._sessions) > self._limits.max_stateless_sessions:
             idle = [session for session in self._sessions.values() if session.turn is None]
-            for session in idle[:num_over]:
-                self._drop(session)
+            if not idle:
+                break
+            ((greediest, _),) = Counter(session.owner for session in idle).most_common(1)
+            self._drop(next(session for session in idle if session.owner == greediest))
 
     def _drop(self, session: Session) -> None:
         del self._sessions[session.id]

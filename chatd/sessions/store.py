@@ -214,6 +214,9 @@ def _parse_cursor(cursor: str | None) -> tuple[float, str] | None:
         return None
     updated_at, _, session_id = cursor.partition("~")
     try:
-        return float(updated_at), session_id
+        when = float(updated_at)
     except ValueError:
-        raise InvalidRequest(f"{cursor[:64]!r} is no cursor of a list", param="cursor") from None
+        when = math.nan
+    if not math.isfinite(when):
+        raise InvalidRequest(f"{cursor[:64]!r} is no cursor of a list", param="cursor")
+    return when, session_id

@@ -332,6 +332,18 @@ async def test_sessions_left_behind_are_bounded() -> None:
     assert engine.submits[-1].base_len == 0
 
 
+async def test_one_users_many_conversations_cost_no_other_user_theirs() -> None:
+    engine = ScriptedEngine(echo)
+    manager = make_manager(engine, limits=SessionLimits(max_stateless_sessions=4))
+    await answer(engine, manager, chat("mine"), owner=BOB)
+    for number in range(10):
+        await answer(engine, manager, chat(f"flood {number}"))
+    assert len(manager._door) == 4
+    await answer(engine, manager, chat("mine", "MINE", "more"), owner=BOB)
+    assert engine.submits[-1].lease == engine.submits[0].lease
+    assert engine.submits[-1].base_len > 0
+
+
 async def test_known_messages_are_bounded() -> None:
     engine = ScriptedEngine(echo)
     manager = make_manager(engine, limits=SessionLimits(max_known_messages=4))
