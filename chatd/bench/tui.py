@@ -172,13 +172,18 @@ def main() -> None:
     """Run the scenarios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tok-s", type=float, default=100.0)
+    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--child", nargs=2, metavar=("URL", "FILE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         _run_child(arguments.child[0], Path(arguments.child[1]))
         return
+    runs = []
     for name, pieces in (("prose, 800 words", prose(800)), ("code, one fence of 180 lines", code(180))):
-        print(json.dumps(asyncio.run(measure(name, pieces, arguments.tok_s))), flush=True)
+        runs.append(asyncio.run(measure(name, pieces, arguments.tok_s)))
+        print(json.dumps(runs[-1]), flush=True)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"bench": "tui", "runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

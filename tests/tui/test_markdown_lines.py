@@ -123,6 +123,14 @@ def test_an_answer_in_pieces_is_drawn_as_if_it_had_come_at_once(pieces: list[str
     assert texts(growing.lines) == texts(whole.lines)
 
 
+def test_another_width_lays_everything_out_anew() -> None:
+    view, fresh = MarkdownView(SOURCE), MarkdownView(SOURCE)
+    view._lay_out_all(60)
+    view._lay_out_all(20)
+    fresh._lay_out_all(20)
+    assert texts(view.lines) == texts(fresh.lines)
+
+
 def test_a_growing_document_is_cut_where_its_last_block_starts() -> None:
     assert split_growing("a\n\n- x\n- y\n\nb\n") == [("a\n\n", False), ("- x\n- y\n\n", False), ("b\n", False)]
     assert split_growing("") == [("", False)]

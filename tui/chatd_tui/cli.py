@@ -14,7 +14,7 @@ from rich.markup import escape
 
 import chatd
 from chatd.client import websocket_url
-from chatd.config import client_defaults
+from chatd.config import check_key_transport, client_defaults
 from chatd.errors import ChatdError, EnvironmentProblem, InvalidRequest, StartupError
 from chatd.local_daemon import LocalDaemon, readiness
 
@@ -56,7 +56,9 @@ def connect(
     ] = False,
 ) -> None:
     """Talk to a chatd daemon in the terminal."""
-    address = _http_url(url or client_defaults().url)
+    address = _http_url(client_defaults(url).url)
+    key = key or client_defaults(address).key
+    check_key_transport(address, key)
     if not _has_terminal():
         raise EnvironmentProblem(
             "chatd-tui needs a terminal",
@@ -65,7 +67,7 @@ def connect(
     from chatd_tui.app import run_app
 
     if readiness(address) is not None:
-        run_app(address, key or client_defaults().key)
+        run_app(address, key)
         return
     _check_can_start(address)
     if not typer.confirm(f"No daemon answers at {address}. Start one here, for as long as you chat?", default=True):
@@ -75,7 +77,7 @@ def connect(
             daemon.wait_ready(
                 lambda phase, done: status.update(f"{escape(phase)} {done:.0%}" if done else escape(phase))
             )
-        run_app(address, key or client_defaults().key)
+        run_app(address, daemon.key)
 
 
 def _has_terminal() -> bool:

@@ -17,6 +17,8 @@ from chatd_tui.highlighting import Highlighter
 from chatd_tui.markdown_lines import LONG_BLOCK, code_lines, render, split_growing
 from chatd_tui.messages import LinkChosen
 
+_BLANK = Content("")
+
 
 @dataclass
 class _Part:
@@ -49,6 +51,7 @@ class MarkdownView(Widget):
         self._fence: str | None = None
         self._fence_lines: list[Content] = []
         self._lines: list[Content] = []
+        self._drawn_lines: list[Content] = []
         self._num_settled_lines = 0
         self._strips: dict[int, Strip] = {}
         self._width = 0
@@ -106,6 +109,9 @@ class MarkdownView(Widget):
         return len(self._lines)
 
     def _lay_out_all(self, width: int) -> None:
+        if width != self._width:
+            for part in self._settled:
+                part.lines = []
         self._width = width
         if not width:
             return
@@ -126,15 +132,19 @@ class MarkdownView(Widget):
         self._num_settled_lines = len(self._lines)
 
     def _assemble(self) -> None:
+        before = self._drawn_lines
         del self._lines[self._num_settled_lines :]
         self._add(self._tail.lines, flows=self._tail.flows)
         self._add(self._fence_lines)
-        kept = self._num_settled_lines
+        self._drawn_lines = list(self._lines)
+        # Lines are drawn again only from the first one that is another.
+        pairs = enumerate(zip(before, self._lines, strict=False))
+        kept = next((y for y, (old, new) in pairs if old is not new), min(len(before), len(self._lines)))
         self._strips = {y: strip for y, strip in self._strips.items() if y < kept}
 
     def _add(self, lines: list[Content], *, flows: bool = False) -> None:
         if lines and self._lines and not flows:
-            self._lines.append(Content(""))
+            self._lines.append(_BLANK)
         self._lines += lines
 
     def _lay_out(self, part: _Part) -> None:
