@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from chatd.engine.client import EngineEvent
-from chatd.engine.messages import EngineStats, WatchPool
+from chatd.engine.messages import EngineStats, RequestClass, WatchPool
 from chatd.engine.plan import RequestId
 from chatd.protocol import (
     AttachRole,
