@@ -63,6 +63,7 @@ async def test_keys_as_real_terminals_send_them_make_lines(make_terminal, wait_u
 
 class StartedDaemon:
     log: list[str]
+    key = "local"
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -93,7 +94,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_it_offers_to_start_a_daemon_and_stops_it_at_the_end(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(typer, "confirm", lambda *_, **__: True)
     cli.connect(NOBODY, None, False)
-    assert log == [f"start {NOBODY}", f"app {NOBODY} k", "stop"]
+    assert log == [f"start {NOBODY}", f"app {NOBODY} local", "stop"]
 
 
 def test_a_no_starts_nothing(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
