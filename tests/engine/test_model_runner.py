@@ -161,7 +161,7 @@ def step_seconds(step):
 def drive(core, clock, script):
     """Hand each message over at its step, and run to the end."""
     said = []
-    for step in range(400):
+    for step in range(1000):
         for at, message in script:
             if at == step:
                 said += core.handle(message, clock())
@@ -192,6 +192,9 @@ def test_the_fake_and_the_real_runner_are_given_the_same_plans(load_tiny, real_e
         (90, Trim(4, 30)),
         (91, Release(3)),
         (95, submit(11, 4, 30, list(range(300, 380)), tenant="zoo")),
+        # Two that outgrow the pool together.
+        (130, submit(12, 12, 0, list(range(30, 110)), max_tokens=220)),
+        (130, submit(13, 13, 0, list(range(230, 310)), max_tokens=220)),
     ]
     config = {"num_blocks": 30, "max_num_batched_tokens": 64, "max_num_seqs": 4}
     real = real_engine(load_tiny("fp16"), config, wrap=lambda runner: Recorder(runner, step_seconds))
