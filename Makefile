@@ -5,6 +5,9 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 MODEL  := smollm2-135m
 
+# Threads of a pool that spin while they wait make a shared machine ten times slower; torch reads this when it loads.
+export OMP_WAIT_POLICY := PASSIVE
+
 .PHONY: chat test night lint model bench clean help
 
 help: ## Say what there is to make
