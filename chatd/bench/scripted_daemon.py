@@ -164,7 +164,8 @@ class ScriptedDaemon:
     async def stop(self) -> None:
         """Close the socket, every connection, and every answer in progress."""
         if self._server is not None:
-            self._server.close(code=p.CLOSE_RESTART)
+            await self.drop(p.CLOSE_RESTART)
+            self._server.close()
             await self._server.wait_closed()
             self._server = None
         tasks = [session.task for session in self.sessions.values() if session.task is not None]

@@ -294,6 +294,16 @@ async def test_a_wrong_key_is_said_with_what_helps(make_app: MakeApp, wait_until
             assert app.chat.query_one(TitleBar).view.phase == "closed"
 
 
+async def test_an_address_that_the_client_refuses_is_said_and_nothing_is_sent(wait_until, tmp_path: Path) -> None:
+    app = ChatApp("http://key@127.0.0.1:1", copies=tmp_path)
+    async with app.run_test(size=SIZE) as pilot:
+        await wait_until(lambda: status(app).kind == "error")
+        assert "a key does not belong in an address" in status(app).text
+        await say(pilot, "hi")
+        await wait_until(lambda: "no connection" in status(app).text)
+        assert app.chat.composer.text == "hi"
+
+
 async def test_a_failed_turn_gives_the_text_back(make_app: MakeApp, wait_until) -> None:
     failing = Script(deltas=["so "], fail=EngineError("the engine died", code="engine_died", hint="say it again"))
     async with ScriptedDaemon([failing, Script()]) as daemon:

@@ -59,9 +59,11 @@ class DaemonLink:
 
     async def run(self) -> None:
         """Stay connected until cancelled, or until the daemon refuses for good."""
-        client = Client(self.url, key=self._key, wait_s=math.inf, on_state=self._on_state, on_notice=self._on_notice)
-        self._client = client
         try:
+            client = Client(
+                self.url, key=self._key, wait_s=math.inf, on_state=self._on_state, on_notice=self._on_notice
+            )
+            self._client = client
             async with client:
                 self._connected.set()
                 self._on_state(client.state)
