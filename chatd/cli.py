@@ -22,7 +22,15 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 
 import chatd
-from chatd.config import BUILT_IN_MODEL, LoadedSettings, client_defaults, config_dir, leaves, load_settings
+from chatd.config import (
+    BUILT_IN_MODEL,
+    LoadedSettings,
+    client_defaults,
+    leaves,
+    load_settings,
+    private_settings,
+    usual_keys_path,
+)
 from chatd.errors import ChatdError, EnvironmentProblem, StartupError
 
 SERVING = "Serving"
@@ -47,7 +55,11 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="TOML file (default: CHATD_CONFIG, or config.toml in your folder).")
 ]
-KeysFileOption = Annotated[Path | None, typer.Option("--keys-file", help="The keys file (default: server.keys_file).")]
+KeysFileOption = Annotated[
+    Path | None,
+    typer.Option("--keys-file", help="The keys file (default: server.keys_file, else keys.json in your folder)."),
+]
+KeyClass = Literal["interactive", "batch"]
 ModelArgument = Annotated[
     str | None,
     typer.Argument(metavar="[MODEL]", help=f"Built-in name ({BUILT_IN_MODEL}), local folder, or Hugging Face id."),
@@ -102,7 +114,7 @@ def serve(
     no_auth: Annotated[bool, typer.Option("--no-auth", help="Ask for no key; loopback only.")] = False,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Private key, PEM.")] = None,
-    behind_proxy: Annotated[str | None, typer.Option(help="Address of the proxy that ends TLS.")] = None,
+    behind_proxy: Annotated[str | None, typer.Option(help="IP address or network of the proxy that ends TLS.")] = None,
     quantization: QuantizationOption = None,
     kv_memory: Annotated[str | None, typer.Option(help='Size of the block pool, such as "2GiB".')] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of a context.")] = None,
@@ -133,10 +145,11 @@ def serve(
             "log.level": log_level,
         },
     )
-    run = _server_module().serve
+    run, settings = _server_module().serve, loaded.settings
     if until_stdin_closes:
         _end_with_stdin()
-    run(loaded.settings)
+        settings = private_settings(settings)
+    run(settings)
 
 
 @app.command(rich_help_panel=CONVERSATIONS)
@@ -146,12 +159,12 @@ def chat(
     quantization: QuantizationOption = None,
 ) -> None:
     """Start a daemon for yourself, talk to it in the terminal, and stop it again."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not _has_terminal():
         raise EnvironmentProblem(
             "chatd chat needs a terminal",
             hint="run it in one; without a terminal, `chatd serve` starts the daemon for any OpenAI client",
         )
-    from chatd.local_daemon import LocalDaemon, readiness
+    from chatd.local_daemon import LocalDaemon, private_url, readiness
 
     try:
         from chatd_tui.app import run_app
@@ -161,21 +174,21 @@ def chat(
         ) from None
     loaded = load_settings(config, {"model.name": model, "model.quantization": quantization})
     settings = loaded.settings
-    url = f"http://{settings.server.host}:{settings.server.port}"
-    if readiness(url) is not None:
+    url = f"http://127.0.0.1:{settings.server.port}"
+    if settings.server.port and readiness(url) is not None:
         notices.print(f"a daemon is running at {url} already; connecting to it", highlight=False)
-        run_app(url, client_defaults().key)
+        run_app(url, client_defaults(url).key)
         return
     _server_module()
     _resolve_with_progress(settings.model.name)
     arguments = [settings.model.name, "--quantization", settings.model.quantization]
     if config is not None:
         arguments += ["--config", str(config)]
-    with LocalDaemon(url, arguments) as daemon:
+    with LocalDaemon(private_url(settings.server.port), arguments) as daemon:
         with _progress_bar() as progress:
             task = progress.add_task("starting", total=1.0)
             daemon.wait_ready(lambda phase, done: progress.update(task, description=phase, completed=done))
-        run_app(url, client_defaults().key)
+        run_app(daemon.url, daemon.key)
 
 
 @app.command(rich_help_panel=SETTING_UP)
@@ -191,13 +204,16 @@ def keys_create(
     user: Annotated[str, typer.Option(help="The user within the tenant.")],
     label: Annotated[str, typer.Option(help="What the key is for.")] = "",
     operator: Annotated[bool, typer.Option("--operator", help="May see the whole pool and all metrics.")] = False,
+    key_class: Annotated[
+        KeyClass, typer.Option("--class", help="How its requests are scheduled; batch yields to interactive.")
+    ] = "interactive",
     keys_file: KeysFileOption = None,
 ) -> None:
     """Make a key and show it once; the file keeps only its hash."""
     from chatd.tenants.keys import create_key
 
     path = _keys_path(keys_file)
-    secret = create_key(path, tenant=tenant, user=user, label=label, operator=operator)
+    secret = create_key(path, tenant=tenant, user=user, label=label, operator=operator, key_class=key_class)
     notices.print(f"added to {path}; this is the only time the key is shown:", highlight=False, soft_wrap=True)
     print(secret)
 
@@ -207,11 +223,18 @@ def keys_list(keys_file: KeysFileOption = None) -> None:
     """List the keys, without their secrets."""
     from chatd.tenants.keys import list_keys
 
-    table = Table("id", "tenant", "user", "label", "operator", "created")
-    for key in list_keys(_keys_path(keys_file)):
+    path = _keys_path(keys_file)
+    table = Table("id", "tenant", "user", "label", "class", "operator", "created")
+    for key in list_keys(path):
         created = key.created_at.strftime("%Y-%m-%d %H:%M")
-        row = (key.id, key.tenant, key.user, key.label, "yes" if key.is_operator else "", created)
+        row = (key.id, key.tenant, key.user, key.label, key.key_class, "yes" if key.is_operator else "", created)
         table.add_row(*map(_escaped, row))
+    notices.print(
+        f"keys in {path}" if path.exists() else f"there are no keys: {path} does not exist",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
     output.print(table)
 
 
@@ -251,13 +274,17 @@ def schema() -> None:
     print(json.dumps(json_schema(), indent=2))
 
 
+def _has_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
 def _setting_rows(loaded: LoadedSettings) -> list[tuple[str, Any, str]]:
     values = leaves(loaded.settings.model_dump(mode="json"))
     return [(name, value, loaded.sources.get(name, "default")) for name, value in values.items()]
 
 
 def _keys_path(given: Path | None) -> Path:
-    return given or load_settings().settings.server.keys_file or config_dir() / "keys.json"
+    return given or load_settings().settings.server.keys_file or usual_keys_path()
 
 
 def _server_module() -> Any:

@@ -76,6 +76,7 @@ class Client(Connection):
         on_notice: Called with events that belong to no session and no command (draining, rate limits, errors).
         open_timeout_s: For one try, the daemon's first frame included.
         backoff: Seconds to wait before try number n.
+        allow_plaintext: Send the key to another machine even over http, which is refused otherwise.
 
     Raises:
         ChatdError: On entry, if the daemon refuses or does not answer.

@@ -24,6 +24,7 @@ from websockets.typing import Subprotocol
 from chatd.client_errors import FATAL, error_from, error_of_close, error_of_connect
 from chatd.client_pool import PoolReader, PoolState, apply_frame, combined
 from chatd.client_session import Session
+from chatd.config import check_key_transport
 from chatd.errors import ChatdError, EngineError, InvalidRequest, Unavailable
 from chatd.protocol import (
     SUBPROTOCOL,
@@ -144,8 +145,11 @@ class Connection:
         on_notice: Callable[[Event], None] | None = None,
         open_timeout_s: float = 10.0,
         backoff: Callable[[int], float] = _jittered_backoff,
+        allow_plaintext: bool = False,
     ) -> None:
         self.url = websocket_url(url)
+        if not allow_plaintext:
+            check_key_transport(self.url, key)
         self._key = key
         self._wait_s = wait_s
         self._on_state = on_state

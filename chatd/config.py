@@ -7,6 +7,7 @@ name. Everything here is data; whoever uses a setting checks it against the mach
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 import tomllib
 import typing
@@ -14,8 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -23,7 +25,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from chatd.errors import ConfigError
+from chatd.errors import ConfigError, InvalidRequest
 
 ENV_PREFIX = "CHATD_"
 ENV_NESTED = "__"
@@ -45,7 +47,9 @@ class ServerSettings(_Section):
     )
     port: int = Field(DEFAULT_PORT, ge=0, le=65535, description="Port; 0 takes a free one.")
     keys_file: Path | None = Field(
-        None, description="Keys of the tenants (`chatd keys`). Without it a random local key is made."
+        None,
+        description="Keys of the tenants (`chatd keys`); where absent, `keys.json` in your folder if it exists. Without"
+        " keys a random local key is made.",
     )
     allow_anonymous_loopback: bool = Field(
         False,
@@ -54,9 +58,13 @@ class ServerSettings(_Section):
     tls_cert: Path | None = Field(None, description="Certificate chain, PEM.")
     tls_key: Path | None = Field(None, description="Private key, PEM.")
     behind_proxy: str | None = Field(
-        None, description="Address of the proxy that ends TLS; only its headers are believed."
+        None,
+        description="IP address or network of the proxy that ends TLS; several are separated by commas. Only its"
+        " headers are believed, and peers that are neither it nor this machine are refused.",
     )
-    allowed_origins: tuple[str, ...] = Field((), description="Origins of web pages that may connect.")
+    allowed_origins: tuple[str, ...] = Field(
+        (), description="Origins of web pages that may connect, such as `https://chat.example`."
+    )
     allowed_hosts: tuple[str, ...] = Field((), description="Host names that requests may name, beside loopback's.")
     max_connections: int = Field(1024, ge=1, description="Open websockets in all.")
     max_connections_per_key: int = Field(64, ge=1, description="Open websockets of one key.")
@@ -71,6 +79,18 @@ class ServerSettings(_Section):
     drain_timeout_s: float = Field(
         10.0, ge=0, description="Longest that a stopping daemon waits for answers in progress."
     )
+
+    @field_validator("behind_proxy")
+    @classmethod
+    def _check_proxy(cls, value: str | None) -> str | None:
+        if value is not None and any(network.prefixlen == 0 for network in proxy_networks(value)):
+            raise ValueError("this network is everybody")
+        return value
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _check_origins(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(_origin(value) for value in values)
 
 
 class ModelSettings(_Section):
@@ -151,7 +171,6 @@ class LogSettings(_Section):
     format: Literal["auto", "json", "console"] = Field(
         "auto", description="`auto` is readable on a terminal and JSON elsewhere."
     )
-    prompts: bool = Field(False, description="Write the text of prompts and answers too.")
 
 
 class Settings(BaseSettings):
@@ -218,15 +237,80 @@ def local_key_path() -> Path:
     return state_dir() / "local.key"
 
 
-def client_defaults() -> ClientDefaults:
-    """Return where a client connects when it is not told."""
-    key = os.environ.get("CHATD_KEY")
-    if not key:
-        try:
-            key = local_key_path().read_text().strip() or None
-        except OSError:
-            key = None
-    return ClientDefaults(url=os.environ.get("CHATD_URL", f"http://127.0.0.1:{DEFAULT_PORT}"), key=key)
+def read_local_key() -> str | None:
+    """Return this user's local key, None where no daemon has made one."""
+    try:
+        return local_key_path().read_text().strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def client_defaults(url: str | None = None) -> ClientDefaults:
+    """Return where a client connects when it is not told, and with which key.
+
+    The local key is an operator's and is offered to this machine's loopback only; `CHATD_KEY` goes to any daemon.
+
+    Args:
+        url: Where it connects, if it was told that.
+    """
+    url = url or os.environ.get("CHATD_URL") or f"http://127.0.0.1:{DEFAULT_PORT}"
+    key = os.environ.get("CHATD_KEY") or (read_local_key() if is_loopback(_host_of(url)) else None)
+    return ClientDefaults(url=url, key=key)
+
+
+def check_key_transport(url: str, key: str | None) -> None:
+    """Refuse to send a key over the network in the clear.
+
+    Raises:
+        InvalidRequest: The address is another machine's and is not encrypted.
+    """
+    encrypted = url.lower().startswith(("https://", "wss://"))
+    if key is not None and not encrypted and not is_loopback(_host_of(url)):
+        raise InvalidRequest(
+            f"{url} is not encrypted, and whoever is on the way could read the key",
+            code="key_in_the_clear",
+            param="url",
+            hint=f"use https, or a tunnel: ssh -L {DEFAULT_PORT}:127.0.0.1:{DEFAULT_PORT} {_host_of(url)}",
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """True for an address or name of this machine's loopback."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+def proxy_networks(text: str) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]:
+    """Return the networks in a list such as "10.0.0.5, 10.1.0.0/16".
+
+    Raises:
+        ValueError: One of them is none.
+    """
+    return [ipaddress.ip_network(part.strip()) for part in text.split(",")]
+
+
+def private_settings(settings: Settings) -> Settings:
+    """Return settings for a daemon of one person's own: on loopback, with the local key, without TLS."""
+    server = settings.server
+    own = {
+        "host": server.host if is_loopback(server.host) else "127.0.0.1",
+        "keys_file": None,
+        "tls_cert": None,
+        "tls_key": None,
+        "behind_proxy": None,
+    }
+    return settings.model_copy(update={"server": server.model_copy(update=own)})
+
+
+def usual_keys_path() -> Path:
+    """Return the keys file that is used where `server.keys_file` names none."""
+    return config_dir() / "keys.json"
 
 
 def child_environment(**changes: str) -> dict[str, str]:
@@ -277,6 +361,9 @@ def load_settings(
             given.setdefault(section, {})[name] = value
     _overlay(merged, given, "flag", sources)
     _refuse_unknown(merged, sources)
+    usual_keys = usual_keys_path()
+    if merged.get("server", {}).get("keys_file") is None and usual_keys.exists():
+        _overlay(merged, {"server": {"keys_file": usual_keys}}, "your folder", sources)
     try:
         return LoadedSettings(Settings(**merged), sources)
     except ValidationError as error:
@@ -297,6 +384,25 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{name}"] = value
     return flat
+
+
+def _host_of(url: str) -> str:
+    try:
+        return urlsplit(url if "://" in url else f"//{url}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _origin(text: str) -> str:
+    """Return an origin as browsers send it.
+
+    Raises:
+        ValueError: It is none: a path, a pattern, a name without a scheme.
+    """
+    parts = urlsplit(text.rstrip("/"))
+    if not parts.scheme or not parts.netloc or parts.path or parts.query or "*" in text or "@" in parts.netloc:
+        raise ValueError(f"{text!r} is not an origin such as https://chat.example")
+    return f"{parts.scheme}://{parts.netloc}".lower()
 
 
 def _user_dir(variable: str, fallback: str) -> Path:

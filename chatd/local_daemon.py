@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-from chatd.config import state_dir
+from chatd.config import read_local_key, state_dir
 from chatd.errors import EnvironmentProblem
 
 STOP_TIMEOUT_S = 20.0
@@ -26,6 +28,9 @@ def readiness(url: str, timeout_s: float = 2.0) -> dict[str, Any] | None:
     """Return what `/ready` says of the daemon at `url`, or None where nobody answers as chatd does.
 
     The answer has "status" ("ready", or what it is doing) and, while it loads, "phase" and "progress" (0 to 1).
+
+    Raises:
+        EnvironmentProblem: Its certificate is not trusted.
     """
     address = urlsplit(url)
     kind = http.client.HTTPSConnection if address.scheme in ("https", "wss") else http.client.HTTPConnection
@@ -33,6 +38,12 @@ def readiness(url: str, timeout_s: float = 2.0) -> dict[str, Any] | None:
     try:
         connection.request("GET", "/ready")
         body = json.loads(connection.getresponse().read(65536))
+    except ssl.SSLCertVerificationError as error:
+        raise EnvironmentProblem(
+            f"the certificate of {url} is not trusted: {error.verify_message}",
+            code="untrusted_certificate",
+            hint="where it is your own, name it in SSL_CERT_FILE",
+        ) from None
     except (OSError, http.client.HTTPException, ValueError):
         return None
     finally:
@@ -40,10 +51,22 @@ def readiness(url: str, timeout_s: float = 2.0) -> dict[str, Any] | None:
     return body if isinstance(body, dict) and "status" in body else None
 
 
+def private_url(port: int) -> str:
+    """Return where a daemon of our own can listen: this port of loopback, or a free one where it is taken or 0."""
+    for wanted in (port, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", wanted))
+                return f"http://127.0.0.1:{probe.getsockname()[1]}"
+    raise EnvironmentProblem("no port of this machine is free")
+
+
 class LocalDaemon:
     """A `chatd serve` of our own: started, waited for, and stopped on exit.
 
-    The child also stops when this process dies, however it dies: it serves until its standard input closes.
+    Whatever the settings say, it listens on loopback, asks for the local key and has no TLS and no keys file. The child
+    also stops when this process dies, however it dies: it serves until its standard input closes.
 
     Args:
         url: Where it will listen; loopback.
@@ -55,9 +78,10 @@ class LocalDaemon:
         self.url = url
         self.log_path = log_path or state_dir() / "serve.log"
         address = urlsplit(url)
+        port = 80 if address.port is None else address.port
         self._command = [
             *(sys.executable, "-m", "chatd.cli", "serve", "--until-stdin-closes"),
-            *("--host", address.hostname or "127.0.0.1", "--port", str(address.port or 80)),
+            *("--host", address.hostname or "127.0.0.1", "--port", str(port)),
             *arguments,
         ]
         self._process: subprocess.Popen[bytes] | None = None
@@ -71,10 +95,23 @@ class LocalDaemon:
     ) -> None:
         self.stop()
 
+    @property
+    def key(self) -> str | None:
+        """The key that it asks for, once it is ready."""
+        return read_local_key()
+
     def start(self) -> None:
-        """Start the child; its log begins anew."""
-        self.log_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with self.log_path.open("wb") as log:
+        """Start the child; its log begins anew.
+
+        Raises:
+            EnvironmentProblem: The log cannot be written.
+        """
+        try:
+            self.log_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            log = self.log_path.open("wb")
+        except OSError as error:
+            raise EnvironmentProblem(f"{self.log_path} cannot be written: {error.strerror}") from None
+        with log:
             self._process = subprocess.Popen(  # noqa: S603
                 self._command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )

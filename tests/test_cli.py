@@ -2,12 +2,16 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import jsonschema
 import pytest
+
+from chatd.cli import chat
 
 PYTHON = [sys.executable, "-m", "chatd.cli"]
 
@@ -93,3 +97,74 @@ def test_revoking_an_unknown_key_is_refused(tmp_path: Path) -> None:
     done = chatd("keys", "revoke", "nope", "--keys-file", str(tmp_path / "keys.json"), home=tmp_path)
     assert done.returncode != 0
     assert "nope" in done.stderr
+
+
+def test_a_folder_that_cannot_be_written_exits_with_3(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    blocked = {"XDG_CONFIG_HOME": str(tmp_path / "file"), "XDG_STATE_HOME": str(tmp_path / "file")}
+    create = ("keys", "create", "--tenant", "acme", "--user", "ada")
+    for arguments in (create, ("serve", "--port", "0")):
+        done = chatd(*arguments, home=tmp_path, **blocked)
+        assert done.returncode == 3, done.stderr
+        assert "cannot be written" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_keys_are_listed_with_their_file_and_class(tmp_path: Path) -> None:
+    create = ("keys", "create", "--tenant", "acme", "--user", "ada", "--class", "batch")
+    assert chatd("keys", "list", home=tmp_path).stderr.startswith("there are no keys: ")
+    assert chatd(*create, home=tmp_path).returncode == 0
+    done = chatd("keys", "list", home=tmp_path)
+    assert done.stderr == f"keys in {tmp_path}/.config/chatd/keys.json\n"
+    assert "batch" in done.stdout
+
+
+class OwnDaemon:
+    """Stands for a daemon that would be started."""
+
+    key = "ck_local"
+    started: ClassVar[list[str]] = []
+
+    def __init__(self, url: str, arguments: list[str]) -> None:
+        self.url = url
+        self.started.append(url)
+
+    def __enter__(self) -> "OwnDaemon":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait_ready(self, on_phase: object) -> None: ...
+
+
+@pytest.fixture
+def chats(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, str | None]]:
+    """Where `chatd chat` connects and with which key, in a terminal, with a config for a team's daemon."""
+    chats: list[tuple[str, str | None]] = []
+    (tmp_path / "config.toml").write_text(
+        "[server]\nhost = '0.0.0.0'\nport = 0\nkeys_file = 'k'\ntls_cert = 'c'\ntls_key = 'd'\n"
+    )
+    monkeypatch.setenv("CHATD_CONFIG", str(tmp_path / "config.toml"))
+    monkeypatch.setenv("CHATD_KEY", "ck_of_the_team")
+    monkeypatch.setattr("chatd.cli._has_terminal", lambda: True)
+    monkeypatch.setattr("chatd_tui.app.run_app", lambda url, key: chats.append((url, key)))
+    monkeypatch.setattr("chatd.local_daemon.LocalDaemon", OwnDaemon)
+    monkeypatch.setattr("chatd.cli._resolve_with_progress", lambda name: None)
+    monkeypatch.setattr(OwnDaemon, "started", [])
+    return chats
+
+
+def test_chat_starts_a_daemon_of_its_own_whatever_the_settings_say(chats: list[tuple[str, str | None]]) -> None:
+    chat(None, None, None)
+    [(url, key)] = chats
+    assert re.fullmatch(r"http://127\.0\.0\.1:[1-9]\d+", url)
+    assert key == "ck_local"
+    assert OwnDaemon.started == [url]
+
+
+def test_chat_joins_a_daemon_that_runs(chats: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHATD_SERVER__PORT", "9")
+    monkeypatch.setattr("chatd.local_daemon.readiness", lambda url: {"status": "ready"})
+    chat(None, None, None)
+    assert chats == [("http://127.0.0.1:9", "ck_of_the_team")]
+    assert OwnDaemon.started == []

@@ -4,8 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from chatd.config import Settings, leaves, load_settings, parse_bytes
-from chatd.errors import ConfigError
+from chatd.config import (
+    ClientDefaults,
+    Settings,
+    check_key_transport,
+    client_defaults,
+    leaves,
+    load_settings,
+    parse_bytes,
+    private_settings,
+)
+from chatd.errors import ConfigError, InvalidRequest
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
 
@@ -114,3 +123,71 @@ def test_the_docs_name_every_setting_with_its_meaning() -> None:
         for name, setting in getattr(field.annotation, "model_fields", {}).items():
             assert f"| `{name}` |" in page
             assert str(setting.description) in page
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folders of the test's own, with a local key."""
+    for name in ("CHATD_URL", "CHATD_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    folder = tmp_path / "chatd"
+    folder.mkdir()
+    (folder / "local.key").write_text("ck_local\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "url", [None, "http://localhost:1", "ws://127.0.0.1:1/v1/chat/ws", "127.9.9.9:1", "https://[::1]:1"]
+)
+def test_the_local_key_is_for_this_machine(home: Path, url: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert client_defaults(url).key == "ck_local"
+    monkeypatch.setenv("CHATD_URL", url or "http://127.0.0.1:8790")
+    assert client_defaults().key == "ck_local"
+
+
+@pytest.mark.parametrize(
+    "url", ["http://box:8790", "https://box", "10.0.0.1:8790", "http://localhost.evil.example", "http://127.0.0.1@evil"]
+)
+def test_the_local_key_goes_to_no_other_machine(home: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert client_defaults(url).key is None
+    monkeypatch.setenv("CHATD_URL", url)
+    assert client_defaults() == ClientDefaults(url, None)
+    monkeypatch.setenv("CHATD_KEY", "ck_mine")
+    assert client_defaults().key == "ck_mine"
+
+
+def test_no_key_is_sent_over_the_network_in_the_clear() -> None:
+    for url in ("http://box", "ws://10.0.0.1:8790/v1/chat/ws", "box:8790"):
+        with pytest.raises(InvalidRequest, match="not encrypted") as refused:
+            check_key_transport(url, "ck_mine")
+        assert refused.value.error_code == "key_in_the_clear"
+        assert "ck_mine" not in str(refused.value)
+        check_key_transport(url, None)
+    for url in ("https://box", "wss://box", "http://localhost:8790", "127.0.0.1:8790"):
+        check_key_transport(url, "ck_mine")
+
+
+def test_keys_in_the_users_folder_are_used_where_no_file_is_named(home: Path) -> None:
+    assert load_settings(environment={}).settings.server.keys_file is None
+    (home / "keys.json").write_text("{}")
+    loaded = load_settings(environment={})
+    assert loaded.settings.server.keys_file == home / "keys.json"
+    assert loaded.sources == {"server.keys_file": "your folder"}
+    named = load_settings(environment={"CHATD_SERVER__KEYS_FILE": "/etc/keys.json"})
+    assert named.settings.server.keys_file == Path("/etc/keys.json")
+
+
+def test_a_daemon_of_ones_own_is_on_loopback_with_the_local_key() -> None:
+    server = {
+        "host": "0.0.0.0",
+        "keys_file": "k",
+        "tls_cert": "c",
+        "tls_key": "d",
+        "behind_proxy": "10.0.0.1",
+        "port": 7,
+    }
+    own = private_settings(Settings(server=server)).server
+    assert (own.host, own.port) == ("127.0.0.1", 7)
+    assert (own.keys_file, own.tls_cert, own.tls_key, own.behind_proxy) == (None, None, None, None)

@@ -91,6 +91,7 @@ def build_app(daemon: Daemon) -> Starlette:
     Raises:
         PolicyError: A route has no policy.
     """
+    # From the outside in: a stranger's page gets no answer that it may read, a listed one may read errors too.
     middleware = [Middleware(Gate, daemon=daemon)]
     origins = daemon.settings.server.allowed_origins
     if origins:
@@ -99,10 +100,12 @@ def build_app(daemon: Daemon) -> Starlette:
                 CORSMiddleware,
                 allow_origins=list(origins),
                 allow_methods=["GET", "POST"],
-                allow_headers=["authorization", "content-type", REQUEST_ID_HEADER],
-                expose_headers=[REQUEST_ID_HEADER],
+                # Whatever a client likes to send (x-stainless-…, x-conversation-id): only the key grants anything.
+                allow_headers=["*"],
+                expose_headers=[REQUEST_ID_HEADER, "retry-after", "retry-after-ms"],
             )
         )
+    middleware.append(Middleware(Refusals, daemon=daemon))
     routes = build_routes(ROUTES, daemon.authenticator)
     check_routes(routes)
     app = Starlette(
@@ -125,10 +128,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
 
 
 class Gate:
-    """Around everything: names requests, refuses foreign Host and Origin and keys in URLs, shows errors, logs a line.
-
-    A refused websocket handshake is an HTTP answer with the same body as any other refusal.
-    """
+    """Around everything: names requests, refuses foreign Host and Origin, and logs a line."""
 
     def __init__(self, app: ASGIApp, daemon: Daemon) -> None:
         self._app = app
@@ -145,26 +145,15 @@ class Gate:
         structlog.contextvars.clear_contextvars()
         structlog.contextvars.bind_contextvars(request_id=request_id)
         _put_abort(scope, send)
-        answer = _Answer(send, request_id, is_websocket=scope["type"] == "websocket")
+        answer = _Answer(send, request_id)
         started = time.perf_counter()
         try:
-            self._check(connection)
+            self._daemon.authenticator.check_host(connection)
+            self._daemon.authenticator.check_origin(connection)
             await self._app(scope, receive, answer.send)
         except ChatdError as error:
             await answer.refuse(error, scope, receive)
-        except Exception:
-            logger.exception("request.failed", path=_route_of(scope))
-            await answer.refuse(
-                EngineError("the daemon failed; its log says more", code="internal_error"), scope, receive
-            )
         self._log(scope, answer, time.perf_counter() - started)
-
-    def _check(self, connection: HTTPConnection) -> None:
-        authenticator = self._daemon.authenticator
-        raw_path = connection.scope.get("raw_path") or b""
-        authenticator.check_url(raw_path.decode("latin-1"), connection.scope["query_string"].decode("latin-1"))
-        authenticator.check_host(connection)
-        authenticator.check_origin(connection)
 
     def _log(self, scope: Scope, answer: _Answer, seconds: float) -> None:
         route = _route_of(scope)
@@ -184,21 +173,49 @@ class Gate:
             logger.info("http.request" if scope["type"] == "http" else "websocket.request", **fields)
 
 
-class _Answer:
-    """The way out of one request: adds the request id, and knows whether an answer has begun."""
+class Refusals:
+    """Around the routes: refuses keys in URLs, and shows errors.
 
-    def __init__(self, send: Send, request_id: str, *, is_websocket: bool) -> None:
+    A refused websocket handshake is an HTTP answer with the same body as any other refusal.
+    """
+
+    def __init__(self, app: ASGIApp, daemon: Daemon) -> None:
+        self._app = app
+        self._daemon = daemon
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request or handshake on."""
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        answer = _Answer(send)
+        raw_path, query = scope.get("raw_path") or b"", scope["query_string"]
+        try:
+            self._daemon.authenticator.check_url(raw_path.decode("latin-1"), query.decode("latin-1"))
+            await self._app(scope, receive, answer.send)
+        except ChatdError as error:
+            await answer.refuse(error, scope, receive)
+        except Exception:
+            logger.exception("request.failed", path=_route_of(scope))
+            await answer.refuse(
+                EngineError("the daemon failed; its log says more", code="internal_error"), scope, receive
+            )
+
+
+class _Answer:
+    """The way out of one request: adds the request id where there is one, and knows whether an answer has begun."""
+
+    def __init__(self, send: Send, request_id: str | None = None) -> None:
         self.status: int | None = None
         self._send = send
-        self._header = (REQUEST_ID_HEADER.encode(), request_id.encode())
-        self._is_websocket = is_websocket
+        self._headers = () if request_id is None else ((REQUEST_ID_HEADER.encode(), request_id.encode()),)
 
     async def send(self, message: Message) -> None:
         """Pass a message on."""
         kind = message["type"]
         if kind in ("http.response.start", "websocket.http.response.start", "websocket.accept"):
             self.status = message.get("status", 101)
-            message["headers"] = [*message.get("headers", ()), self._header]
+            message["headers"] = [*message.get("headers", ()), *self._headers]
         await self._send(message)
 
     async def refuse(self, error: ChatdError, scope: Scope, receive: Receive) -> None:

@@ -6,7 +6,6 @@ list, and a name that a hostile DNS server points at this machine is refused by 
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ from urllib.parse import parse_qsl, urlsplit
 
 from starlette.requests import HTTPConnection
 
+from chatd.config import is_loopback
 from chatd.errors import AuthenticationError, ConfigError, PermissionDenied, RateLimited
 from chatd.protocol import TICKET_SUBPROTOCOL_PREFIX
-from chatd.tenants.keys import ALL_CLASSES, LOCAL_TENANT, LOCAL_USER, Key, KeyStore, looks_like_key
+from chatd.tenants.keys import LOCAL_TENANT, LOCAL_USER, Key, KeyClass, KeyStore, looks_like_key
 
 ANONYMOUS_KEY_ID = "anonymous"
 TICKET_TTL_S = 60.0
@@ -37,7 +37,7 @@ class Principal:
         tenant: Whose blocks and quota it uses.
         user: Whose sessions it sees.
         operator: May read metrics and the whole pool.
-        classes: Request classes it may name.
+        key_class: How its requests are scheduled.
         key: The stored key; None for a caller without one.
     """
 
@@ -45,16 +45,16 @@ class Principal:
     tenant: str
     user: str
     operator: bool
-    classes: tuple[str, ...]
+    key_class: KeyClass
     key: Key | None = None
 
     @classmethod
     def of(cls, key: Key) -> Principal:
         """Build from a key."""
-        return cls(key.id, key.tenant, key.user, key.is_operator, key.classes, key)
+        return cls(key.id, key.tenant, key.user, key.is_operator, key.key_class, key)
 
 
-ANONYMOUS = Principal(ANONYMOUS_KEY_ID, LOCAL_TENANT, LOCAL_USER, False, ALL_CLASSES)
+ANONYMOUS = Principal(ANONYMOUS_KEY_ID, LOCAL_TENANT, LOCAL_USER, False, "interactive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,18 +212,6 @@ class Authenticator:
         if len(origins) == 1 and origins[0].lower() in self._origins:
             return
         raise PermissionDenied("this origin may not connect (server.allowed_origins)", code="bad_origin")
-
-
-def is_loopback(host: str) -> bool:
-    """True for an address or name of this machine's loopback."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)
 
 
 def host_name(header: str) -> str | None:

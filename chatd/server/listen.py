@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import signal
 import socket
 import ssl
@@ -13,11 +14,13 @@ from collections.abc import Awaitable, Callable, Iterator
 from types import FrameType
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from chatd.config import ServerSettings
-from chatd.errors import ConfigError, EnvironmentProblem, PortInUse
+from chatd.config import ServerSettings, is_loopback, proxy_networks
+from chatd.errors import ConfigError, EnvironmentProblem, PermissionDenied, PortInUse
 from chatd.protocol import MIN_FRAME_BYTES
+from chatd.server.http_errors import error_response
 from chatd.server.http_protocol import BoundedHttpProtocol, BoundedWebSocketProtocol
 
 BACKLOG = 512
@@ -89,11 +92,47 @@ def tls_context_arguments(settings: ServerSettings) -> dict[str, str]:
     return {"ssl_certfile": str(cert), "ssl_keyfile": str(key)}
 
 
-def uvicorn_config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
+class BehindProxy:
+    """Serves the proxy, whose word on the client's address it takes, and this machine; refuses all others.
+
+    Others would be served in the clear, past the proxy.
+
+    Args:
+        app: What is served.
+        proxy: Addresses and networks, separated by commas.
+    """
+
+    def __init__(self, app: ASGIApp, proxy: str) -> None:
+        self._app = app
+        self._networks = proxy_networks(proxy)
+        self._believing = ProxyHeadersMiddleware(app, trusted_hosts=[str(network) for network in self._networks])  # type: ignore[arg-type]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request or handshake."""
+        peer = (scope.get("client") or ("",))[0]
+        if self._is_proxy(peer):
+            await self._believing(scope, receive, send)  # type: ignore[arg-type]
+        elif is_loopback(peer):
+            await self._app(scope, receive, send)
+        else:
+            refusal = PermissionDenied(
+                "this daemon is reached through its proxy (server.behind_proxy)", code="not_the_proxy"
+            )
+            await error_response(refusal)(scope, receive, send)
+
+    def _is_proxy(self, peer: str) -> bool:
+        try:
+            address = ipaddress.ip_address(peer)
+        except ValueError:
+            return False
+        return any(address in network for network in self._networks)
+
+
+def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
     """Return uvicorn's configuration: one process, no compression, no logs of its own."""
     proxy = settings.behind_proxy
     return uvicorn.Config(
-        app,
+        app if proxy is None else BehindProxy(app, proxy),
         http=BoundedHttpProtocol,
         ws=BoundedWebSocketProtocol,
         ws_max_size=MIN_FRAME_BYTES,
@@ -105,8 +144,7 @@ def uvicorn_config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=proxy is not None,
-        forwarded_allow_ips=proxy,
+        proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,

@@ -16,7 +16,7 @@ from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
 from chatd.engine.messages import RequestClass
-from chatd.errors import ChatdError, EngineError, InvalidRequest, NotFound, Unavailable
+from chatd.errors import AuthenticationError, ChatdError, EngineError, InvalidRequest, NotFound, Unavailable
 from chatd.protocol import Logprob
 from chatd.server.auth import Principal
 from chatd.server.daemon import Daemon, Stream
@@ -45,6 +45,9 @@ from chatd.sessions.manager import Completion, CompletionRequest
 from chatd.tenants.quotas import KeyQuota
 
 BODY_TIMEOUT_S = 30.0
+REVOKED_TIMEOUT_S = 2.0
+"""How long a reader whose key was revoked has to read that."""
+
 SEND_TIMEOUT_S = 30.0
 CONVERSATION_HEADERS = ("x-conversation-id", "x-openwebui-chat-id")
 T = TypeVar("T")
@@ -83,14 +86,16 @@ async def chat_completions(request: Request) -> Response:
         messages=messages,
         params=params,
         conversation_id=_conversation_id(request, chat),
-        request_class=_request_class(principal),
+        request_class=RequestClass(principal.key_class),
     )
     quota = daemon.quota_of(principal)
     quota.admit()
     try:
         completion = await manager.complete(owner_of(principal), wanted)
-    except BaseException:
+    except BaseException as error:
         quota.refund()
+        if isinstance(error, InvalidRequest):
+            raise _in_words_of_this_door(error) from None
         raise
     # From here on the answer has an owner: sending it ends the generation and settles the quota, whatever happens.
     answer = _Answer(daemon, principal, quota, completion, chat)
@@ -138,9 +143,11 @@ def _conversation_id(request: Request, chat: ChatRequest) -> str | None:
     return chat.prompt_cache_key[:CONVERSATION_ID_CHARS] if chat.prompt_cache_key else None
 
 
-def _request_class(principal: Principal) -> RequestClass:
-    wanted = RequestClass.INTERACTIVE
-    return wanted if wanted in principal.classes else RequestClass.BATCH
+def _in_words_of_this_door(error: InvalidRequest) -> InvalidRequest:
+    """Return a refusal of sessions for a client that sends messages and has no session."""
+    if error.param in ("content", "input"):
+        error.param, error.hint = "messages", "send less"
+    return error
 
 
 class _Answer:
@@ -157,37 +164,34 @@ class _Answer:
         self._daemon = daemon
         self._quota = quota
         self._stream = Stream(principal.key_id, self.cancel)
-        self._cancelled = asyncio.Event()
+        self._revoked = asyncio.Event()
         daemon.streams.add(self._stream)
 
     def cancel(self) -> None:
         """End it from outside: its key was revoked."""
-        self._cancelled.set()
-
-    async def until_gone(self, receive: Receive) -> None:
-        """Return when the client has left, or the answer was cancelled from outside."""
-        cancelled = asyncio.ensure_future(self._cancelled.wait())
-        left = asyncio.ensure_future(_until_disconnect(receive))
-        try:
-            await asyncio.wait((cancelled, left), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            cancelled.cancel()
-            left.cancel()
+        self._revoked.set()
 
     async def race(self, work: Awaitable[T], receive: Receive) -> T | None:
-        """Return what `work` does, or None where the client left first; the generation is over in any case."""
+        """Return what `work` does, or None where the client left first; the generation is over in any case.
+
+        Raises:
+            AuthenticationError: The key was revoked.
+        """
         working = asyncio.ensure_future(work)
-        gone = asyncio.ensure_future(self.until_gone(receive))
+        left = asyncio.ensure_future(_until_disconnect(receive))
+        revoked = asyncio.ensure_future(self._revoked.wait())
         try:
-            await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                logger.info("completion.cancelled", id=self.id)
+            await asyncio.wait((working, left, revoked), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            logger.info("completion.cancelled", id=self.id)
+            if left.done():
                 return None
-            return working.result()
+            raise AuthenticationError("the key was revoked")
         finally:
-            gone.cancel()
-            working.cancel()
-            await asyncio.gather(working, gone, return_exceptions=True)
+            for task in (working, left, revoked):
+                task.cancel()
+            await asyncio.gather(working, left, revoked, return_exceptions=True)
             self._end()
 
     def _end(self) -> None:
@@ -269,10 +273,18 @@ class StreamedAnswer(Response):
     def __init__(self, answer: _Answer) -> None:
         super().__init__()
         self._answer = answer
+        self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until the answer ends or the client leaves."""
-        await self._answer.race(self._stream(send, scope.get(ABORT_EXTENSION)), receive)
+        abort = scope.get(ABORT_EXTENSION)
+        try:
+            await self._answer.race(self._stream(send, abort), receive)
+        except AuthenticationError as error:
+            if not self._has_begun:
+                raise
+            last = {"type": "http.response.body", "body": encode_event(error_body(error)) + DONE}
+            await _send_in_time(send, last, abort, REVOKED_TIMEOUT_S)
 
     async def _stream(self, send: Send, abort: Callable[[], None] | None) -> None:
         headers = [
@@ -280,6 +292,7 @@ class StreamedAnswer(Response):
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]
+        self._has_begun = True
         await _send_in_time(send, {"type": "http.response.start", "status": 200, "headers": headers}, abort)
         async for event in self._events():
             await _send_in_time(send, {"type": "http.response.body", "body": event, "more_body": True}, abort)
@@ -326,10 +339,12 @@ ABORT_EXTENSION = "chatd.abort"
 """In an HTTP scope: drops the connection at once, with what it has not read."""
 
 
-async def _send_in_time(send: Send, message: AsgiMessage, abort: Callable[[], None] | None) -> None:
+async def _send_in_time(
+    send: Send, message: AsgiMessage, abort: Callable[[], None] | None, timeout_s: float = SEND_TIMEOUT_S
+) -> None:
     """Send, or end the connection of a reader that does not read."""
     try:
-        async with asyncio.timeout(SEND_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             await send(message)
     except TimeoutError:
         logger.info("completion.reader_too_slow")

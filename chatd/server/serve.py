@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from chatd.config import Settings, config_dir, local_key_path
+from chatd.config import Settings, local_key_path
 from chatd.errors import StartupError
 from chatd.server.app import build_app
 from chatd.server.auth import check_exposure
@@ -169,12 +169,11 @@ def open_daemon(settings: Settings) -> Daemon:
     for warning in warnings:
         logger.warning("server.exposed", warning=warning)
     if server.keys_file is not None:
-        return Daemon(settings, KeyStore(server.keys_file))
-    usual = config_dir() / "keys.json"
-    if usual.exists():
-        logger.warning(
-            "keys.unused", warning=f"{usual} is there, but server.keys_file names no file; its keys are unknown"
-        )
+        keys = KeyStore(server.keys_file)
+        logger.info("keys.file", path=str(server.keys_file), tenants=len(keys.tenants))
+        if not keys.tenants:
+            logger.warning("keys.none", warning=f"{server.keys_file} has no keys (chatd keys create)")
+        return Daemon(settings, keys)
     path = local_key_path()
     key = local_key(path)
     logger.info("keys.local", path=str(path))

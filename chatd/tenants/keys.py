@@ -23,12 +23,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from chatd.errors import ConfigError, NotFound
+from chatd.errors import ConfigError, EnvironmentProblem, NotFound
 
 LOCAL_TENANT = "local"
 LOCAL_USER = "local"
 LOCAL_KEY_ID = "local"
-ALL_CLASSES: tuple[KeyClass, ...] = ("interactive", "batch", "prefill-ahead")
 
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _SECRET_BYTES = 32
@@ -38,7 +37,7 @@ _ID_CHARS = 10
 _KEY = re.compile(r"ck_([0-9A-Za-z]{1,32})_([0-9A-Za-z]{43})([0-9A-Za-z]{6})\Z")
 _NO_DIGEST = "0" * 64
 
-KeyClass = Literal["interactive", "batch", "prefill-ahead"]
+KeyClass = Literal["interactive", "batch"]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z][0-9A-Za-z._@-]{0,63}\Z")]
 Label = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]{0,128}\Z")]
 
@@ -53,7 +52,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         sha256: Of the whole key, hexadecimal.
         label: For people.
         is_operator: May read metrics and the whole pool; "operator" in the file.
-        classes: Request classes it may name.
+        key_class: How its requests are scheduled; "class" in the file.
         created: Unix seconds.
     """
 
@@ -63,7 +62,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
     label: Label = ""
     is_operator: bool = msgspec.field(default=False, name="operator")
-    classes: tuple[KeyClass, ...] = ALL_CLASSES
+    key_class: KeyClass = msgspec.field(default="interactive", name="class")
     created: float = 0.0
 
     @property
@@ -111,13 +110,14 @@ def create_key(
     user: str,
     label: str = "",
     operator: bool = False,
-    classes: Sequence[KeyClass] = ALL_CLASSES,
+    key_class: KeyClass = "interactive",
     clock: Callable[[], float] = time.time,
 ) -> str:
     """Add a key to the file, made 0600 where it does not exist; return its text, which is kept nowhere.
 
     Raises:
         ConfigError: The file is broken, or a name has characters that it may not have.
+        EnvironmentProblem: It cannot be written.
     """
     token, key_id = mint()
     key = Key(
@@ -127,13 +127,18 @@ def create_key(
         sha256=digest(token),
         label=label,
         is_operator=operator,
-        classes=tuple(classes),
+        key_class=key_class,
         created=round(clock(), 3),
     )
     try:
         msgspec.convert(msgspec.to_builtins(key), Key)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{error} (tenant, user: letters, digits and ._@-, at most 64)") from None
+        field = str(error).rpartition("$.")[2].strip("`")
+        raise ConfigError(
+            f"the {field} has characters that it may not have, or too many"
+            " (tenant, user: letters, digits and ._@-, at most 64; label: at most 128, on one line)",
+            param=field,
+        ) from None
     with _locked(path):
         _write(path, [*list_keys(path), key])
     return token
@@ -153,6 +158,7 @@ def revoke_key(path: Path, key_id: str) -> Key:
 
     Raises:
         NotFound: No such key.
+        EnvironmentProblem: The file cannot be written.
     """
     with _locked(path):
         keys = list_keys(path)
@@ -194,21 +200,23 @@ def local_key(path: Path) -> str:
 
     Raises:
         ConfigError: Somebody else owns or may read the file.
+        EnvironmentProblem: It is not there and cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        # Written whole under another name and linked, so that a second daemon that starts now reads all of it or none.
-        token, _ = mint(LOCAL_KEY_ID)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-        _write_private(temporary, token.encode() + b"\n")
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            return local_key(path)
-        finally:
-            temporary.unlink()
+    except (FileNotFoundError, NotADirectoryError):
+        with _told_of_failure(path):
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # Written whole under another name and linked: a second daemon that starts now reads all of it or none.
+            token, _ = mint(LOCAL_KEY_ID)
+            temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+            _write_private(temporary, token.encode() + b"\n")
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return local_key(path)
+            finally:
+                temporary.unlink()
         return token
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
@@ -320,10 +328,24 @@ def _write_private(path: Path, content: bytes) -> None:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold the lock beside the file, so that two commands at once lose nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    with _told_of_failure(path):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _told_of_failure(path: Path) -> Iterator[None]:
+    """Turn what the system refuses into a refusal of ours.
+
+    Raises:
+        EnvironmentProblem: Names the file.
+    """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(descriptor)
+    except OSError as error:
+        raise EnvironmentProblem(f"{path} cannot be written: {error.strerror}") from None

@@ -236,3 +236,50 @@ def test_loopback_is_told_by_the_address() -> None:
 def test_the_name_in_a_host_header() -> None:
     assert [host_name(text) for text in ("a.b:80", "[::1]:8790", "A", "127.0.0.1")] == ["a.b", "::1", "a", "127.0.0.1"]
     assert [host_name(text) for text in ("a:b", "u@a", "a/b", "a?b")] == [None] * 4
+
+
+PAGE = {"Origin": "https://app.example"}
+
+
+async def test_a_listed_page_may_send_what_its_client_likes_to_and_read_errors(start) -> None:
+    async with (
+        start(server={"allowed_origins": ("https://App.example/",)}) as running,
+        httpx.AsyncClient(base_url=running.url, trust_env=False) as http,
+    ):
+        wanted = (
+            "authorization,content-type,x-stainless-os,x-stainless-retry-count,x-conversation-id,x-openwebui-chat-id"
+        )
+        preflight = {**PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": wanted}
+        answer = await http.options("/v1/chat/completions", headers=preflight)
+        assert answer.status_code == 200
+        assert {name.strip() for name in answer.headers["access-control-allow-headers"].split(",")} >= set(
+            wanted.split(",")
+        )
+        for path, headers, status in (
+            ("/v1/models", {}, 401),
+            ("/v1/models?key=x", running.headers(), 401),
+            ("/v1/models/x", running.headers(), 404),
+            ("/v1/nothing", running.headers(), 404),
+            ("/metrics", running.headers(), 403),
+        ):
+            answer = await http.get(path, headers={**PAGE, **headers})
+            assert answer.status_code == status, path
+            assert answer.headers["access-control-allow-origin"] == "https://app.example", path
+            assert "x-request-id" in answer.headers["access-control-expose-headers"]
+
+
+async def test_a_failure_of_the_daemon_can_be_read_by_a_listed_page(start, monkeypatch) -> None:
+    async with (
+        start(server={"allowed_origins": ("https://app.example",)}) as running,
+        httpx.AsyncClient(base_url=running.url, trust_env=False) as http,
+    ):
+        monkeypatch.setattr(running.daemon.authenticator, "authenticate", lambda _: 1 / 0)
+        answer = await http.get("/v1/models", headers={**PAGE, **running.headers()})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+        assert answer.headers["access-control-allow-origin"] == "https://app.example"
+
+
+@pytest.mark.parametrize("origin", ["*", "https://*.example", "app.example", "https://app.example/path", "null", ""])
+def test_what_is_no_origin_is_refused_at_start(origin) -> None:
+    with pytest.raises(ValueError, match="is not an origin"):
+        Settings(server={"allowed_origins": (origin,)})

@@ -145,8 +145,9 @@ async def test_too_long_a_prompt_is_refused_with_the_numbers(start) -> None:
     async with start() as running, official(running) as client:
         with pytest.raises(openai.BadRequestError) as refused:
             await client.chat.completions.create(model="bytes", messages=[{"role": "user", "content": "x" * 5000}])
-        assert refused.value.code == "context_length_exceeded"
+        assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")
         assert "4095" in refused.value.message
+        assert "session" not in refused.value.message
 
 
 async def test_a_disconnect_cancels_a_streamed_answer(start) -> None:
@@ -218,8 +219,29 @@ async def test_a_revoked_key_ends_its_streams(start, tmp_path: Path) -> None:
             revoke_key(tmp_path / "keys.json", parse(running.key))
             running.daemon.refresh_keys()
             await eventually(lambda: not running.engine.running)
-            with pytest.raises(httpx.RemoteProtocolError):
-                await answer.aread()
+            *_, error, done, _ = (await answer.aread()).decode().split("\n\n")
+            assert json.loads(error.removeprefix("data: "))["error"]["code"] == "invalid_api_key"
+            assert done == "data: [DONE]"
+
+
+async def test_a_revoked_key_ends_its_answers_that_are_not_streamed(start, tmp_path: Path, log) -> None:
+    async with start(lambda _log: encode_text("x")) as running, by_hand(running) as http:
+        running.engine.held = True
+        asking = asyncio.create_task(http.post(DOOR, json={"model": "bytes", "messages": HELLO}))
+        await eventually(lambda: bool(running.engine.running))
+        revoke_key(tmp_path / "keys.json", parse(running.key))
+        running.daemon.refresh_keys()
+        answer = await asking
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        await eventually(lambda: not running.engine.running)
+    assert '"level": "error"' not in log.getvalue()
+
+
+async def test_half_a_character_is_said_to_be_one(start) -> None:
+    async with start() as running, by_hand(running) as http:
+        body = r'{"model": "bytes", "messages": [{"role": "user", "content": "\ud800"}]}'
+        error = (await http.post(DOOR, content=body)).json()["error"]
+        assert (error["code"], "half a character" in error["message"]) == ("invalid_json", True)
 
 
 async def test_an_answer_that_the_daemon_ended_to_stop_is_not_passed_off_as_complete(start) -> None:
@@ -279,9 +301,9 @@ async def test_unknown_paths_and_methods_are_errors_of_the_same_shape(start) -> 
         assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
 
 
-async def test_a_key_without_the_interactive_class_is_served_as_batch(start, tmp_path: Path) -> None:
+async def test_a_key_of_the_batch_class_is_served_as_batch(start, tmp_path: Path) -> None:
     async with start() as running:
-        batch = create_key(tmp_path / "keys.json", tenant="acme", user="nightly", classes=("batch",))
+        batch = create_key(tmp_path / "keys.json", tenant="acme", user="nightly", key_class="batch")
         running.daemon.refresh_keys()
         async with official(running, batch) as client:
             await client.chat.completions.create(model="bytes", messages=HELLO)

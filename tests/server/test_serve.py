@@ -25,7 +25,7 @@ from chatd.models.registry import resolve
 from chatd.protocol import Params, PoolSnapshot, PoolSubscribe, decode_event, encode, unpack_cells
 from chatd.server.backend import Backend, engine_options, session_limits
 from chatd.server.daemon import Daemon
-from chatd.server.listen import bind, tls_context_arguments
+from chatd.server.listen import BehindProxy, bind, tls_context_arguments
 from chatd.server.serve import serve_async
 from chatd.tenants.keys import KeyStore, create_key
 
@@ -209,6 +209,41 @@ async def test_only_the_named_proxys_word_on_addresses_is_taken(start, proxy, ad
         async with httpx.AsyncClient(base_url=running.url, headers=running.headers(), trust_env=False) as http:
             await http.get("/v1/models", headers={"X-Forwarded-For": "198.51.100.7"})
         assert seen == [address]
+
+
+@pytest.mark.parametrize("proxy", ["nosuch", "*", "0.0.0.0/0", "::/0", "10.0.0.1,*", "10.0.0.1/8", ""])
+def test_a_proxy_that_is_no_address_or_is_everybody_is_refused(proxy) -> None:
+    with pytest.raises(ValueError, match="behind_proxy"):
+        Settings(server={"behind_proxy": proxy})
+
+
+async def test_peers_that_are_neither_the_proxy_nor_this_machine_are_refused() -> None:
+    seen: list[tuple[str, str]] = []
+
+    async def app(scope, receive, send) -> None:
+        seen.append((scope["client"][0], scope["scheme"]))
+
+    async def ask(peer: str) -> int:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(b"x-forwarded-for", b"198.51.100.7"), (b"x-forwarded-proto", b"https")]
+        scope = {"type": "http", "client": (peer, 1), "scheme": "http", "headers": headers}
+        await BehindProxy(app, "10.0.0.5, 10.1.0.0/16, 2001:db8::/64")(scope, None, send)
+        return sent[0]["status"] if sent else 200
+
+    for peer in ("10.0.0.5", "10.1.2.3", "2001:db8::7"):
+        assert await ask(peer) == 200, peer
+    assert seen == [("198.51.100.7", "https")] * 3
+    seen.clear()
+    for peer in ("10.0.0.6", "192.0.2.1", "2001:db8:1::1", "testclient"):
+        assert await ask(peer) == 403, peer
+    assert seen == []
+    for peer in ("127.0.0.1", "::1"):
+        assert await ask(peer) == 200, peer
+    assert seen == [("127.0.0.1", "http"), ("::1", "http")]
 
 
 REAL = (

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from chatd.errors import ConfigError, NotFound
+from chatd.errors import ConfigError, EnvironmentProblem, NotFound
 from chatd.tenants import keys
 from chatd.tenants.keys import KeyStore, create_key, digest, list_keys, local_key, mint, parse, revoke_key
 
@@ -53,7 +53,7 @@ def test_the_secret_is_in_no_file(path) -> None:
     [key] = list_keys(path)
     assert key.sha256 == digest(token)
     assert (key.tenant, key.user, key.label, key.is_operator) == ("acme", "ann", "ann's laptop", False)
-    assert key.classes == ("interactive", "batch", "prefill-ahead")
+    assert key.key_class == "interactive"
     assert key.created_at.year >= 2026
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
@@ -208,3 +208,27 @@ def test_a_local_key_that_is_none_or_a_link_is_refused(path, tmp_path) -> None:
     os.symlink(path, link)
     with pytest.raises(ConfigError, match="cannot be read"):
         local_key(link)
+
+
+def test_a_key_may_be_of_the_batch_class(path) -> None:
+    create_key(path, tenant="acme", user="nightly", key_class="batch")
+    assert [key.key_class for key in list_keys(path)] == ["batch"]
+    assert '"class": "batch"' in path.read_text()
+
+
+def test_what_cannot_be_written_is_said_so(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    blocked = tmp_path / "file" / "keys.json"
+    for write in (
+        lambda: create_key(blocked, tenant="acme", user="ann"),
+        lambda: revoke_key(blocked, "x"),
+        lambda: local_key(blocked),
+    ):
+        with pytest.raises(EnvironmentProblem, match=r"keys\.json cannot be written"):
+            write()
+
+
+def test_a_name_that_is_none_is_refused_in_words(path) -> None:
+    with pytest.raises(ConfigError, match="the tenant has characters that it may not have") as refused:
+        create_key(path, tenant="a b", user="ann")
+    assert "regex" not in refused.value.message
