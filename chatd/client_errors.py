@@ -27,7 +27,11 @@ _BY_STATUS: dict[int, type[ChatdError]] = {
     403: PermissionDenied,
     404: NotFound,
     429: RateLimited,
+    503: Unavailable,
 }
+
+# Of the type `server_error` as failures of the engine are, but worth another try.
+_UNAVAILABLE = ("loading", "draining", "engine_unavailable")
 
 
 class _HttpError(msgspec.Struct):
@@ -44,6 +48,7 @@ def _classes() -> tuple[dict[str, type[ChatdError]], dict[str, type[ChatdError]]
             by_code.setdefault(error.code, error)
             by_type.setdefault(error.error_type, error)
     by_type[EngineError.error_type] = EngineError
+    by_code |= dict.fromkeys(_UNAVAILABLE, Unavailable)
     return by_code, by_type
 
 
@@ -83,15 +88,13 @@ def error_of_close(closed: ConnectionClosed) -> ChatdError:
     match code:
         case protocol.CLOSE_UNAUTHENTICATED:
             return AuthenticationError(f"the daemon does not know this key{said}")
-        case protocol.CLOSE_FORBIDDEN:
-            return PermissionDenied(f"this key may not do that{said}")
         case protocol.CLOSE_PROTOCOL:
             return InvalidRequest(f"the daemon refused a frame{said}", code="protocol_error")
         case protocol.CLOSE_RATE:
             return RateLimited(f"too many frames or connections{said}", retry_after_ms=2000)
         case protocol.CLOSE_OVERLOAD:
             return Unavailable(f"this reader was too slow{said}", code="overloaded")
-        case protocol.CLOSE_GOING_AWAY | protocol.CLOSE_RESTART:
+        case protocol.CLOSE_RESTART | 1001:  # a proxy that stops says 1001
             return Unavailable(f"the daemon stops or restarts{said}", code="restarting")
         case _:
             return Unavailable(f"the connection was lost (code {code}){said}", code="connection_lost")

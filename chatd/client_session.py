@@ -271,8 +271,6 @@ class Turn:
             )
         if answer.status == "in_progress":
             return
-        if answer.status == "failed":
-            raise EngineError("the answer failed while the connection was lost", code="turn_lost", hint="say it again")
         yield self._ended(event, snapshot, answer)
 
     def _ended(self, event: SessionAttached, snapshot: Snapshot, answer: Item) -> Event:

@@ -10,6 +10,7 @@ carry `session` but no `seq`; the rest belong to the connection.
 from __future__ import annotations
 
 import base64
+import json
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -22,12 +23,10 @@ SUBPROTOCOL = "chatd.v1"
 TICKET_SUBPROTOCOL_PREFIX = "chatd.ticket."
 WEBSOCKET_PATH = "/v1/chat/ws"
 
-CLOSE_GOING_AWAY = 1001
 CLOSE_RESTART = 1012
 CLOSE_OVERLOAD = 1013
 CLOSE_PROTOCOL = 4400
 CLOSE_UNAUTHENTICATED = 4401
-CLOSE_FORBIDDEN = 4403
 CLOSE_NO_FIRST_FRAME = 4408
 CLOSE_RATE = 4429
 
@@ -42,11 +41,15 @@ CommandId = Annotated[str, msgspec.Meta(pattern=_ID_PATTERN)]
 SessionId = Annotated[str, msgspec.Meta(pattern=_ID_PATTERN)]
 ItemId = Annotated[str, msgspec.Meta(pattern=_ID_PATTERN)]
 Title = Annotated[str, msgspec.Meta(max_length=200)]
+Metadata = Annotated[
+    dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[str, msgspec.Meta(max_length=512)]],
+    msgspec.Meta(max_length=16),
+]
 Role = Literal["system", "user", "assistant"]
 AttachRole = Literal["writer", "observer"]
 HistoryScope = Literal["full", "tail", "none"]
-ItemStatus = Literal["completed", "in_progress", "incomplete", "failed"]
-IncompleteReason = Literal["max_output_tokens", "context", "cancelled", "kv_exhausted", "draining", "deadline"]
+ItemStatus = Literal["completed", "in_progress", "incomplete"]
+IncompleteReason = Literal["max_output_tokens", "context", "cancelled", "kv_exhausted", "draining"]
 CompletedReason = Literal["stop", "stop_string"]
 
 
@@ -236,7 +239,7 @@ class SessionCreate(_Command, frozen=True, kw_only=True, tag="session.create"):
     messages: Annotated[tuple[Message, ...], msgspec.Meta(max_length=4096)] = ()
     params: Params = Params()
     title: Title | None = None
-    metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] = {}
+    metadata: Metadata = {}
 
 
 class SessionAttach(_Command, frozen=True, kw_only=True, tag="session.attach"):
@@ -399,7 +402,10 @@ class SessionAttached(_Event, frozen=True, kw_only=True, tag="session.attached")
 
 
 class SessionListed(_Event, frozen=True, kw_only=True, tag="session.list"):
-    """Answers `session.list`; `next_cursor` where there is more."""
+    """Answers `session.list`; `next_cursor` where there is more.
+
+    The rows leave out `system`, `params` and `metadata`, which may be large; `session.get` has them.
+    """
 
     sessions: list[SessionInfo]
     next_cursor: str | None = None
@@ -733,6 +739,8 @@ class _Head(msgspec.Struct):
 _head_decoder = msgspec.json.Decoder(_Head)
 _FIELD = re.compile(r"unknown field `([^`]+)`|missing required field `([^`]+)`")
 _PATH = re.compile(r" - at `(?:key in )?\$([^`]*)`")
+_NAME = re.compile(r"`str` matching regex .*")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def encode(frame: Command | Event) -> str:
@@ -760,8 +768,11 @@ def command_id(text: str | bytes) -> str | None:
     """Return the `id` of a frame that may be broken otherwise, to answer it as `re`."""
     try:
         head = _head_decoder.decode(text)
-    except (msgspec.DecodeError, UnicodeError):
+    except msgspec.ValidationError:
         return None
+    except (msgspec.DecodeError, UnicodeError):
+        raw = _with_half_characters(text)
+        head = _Head(type="", id=raw.get("id")) if isinstance(raw, dict) else _Head(type="")
     return head.id if isinstance(head.id, str) and len(head.id) <= 64 else None
 
 
@@ -786,7 +797,23 @@ def _decode_head(text: str | bytes) -> _Head:
     except msgspec.ValidationError as error:
         raise invalid_field(error) from None
     except (msgspec.DecodeError, UnicodeError) as error:
-        raise InvalidRequest(f"the frame is not JSON: {error}", code="invalid_json") from None
+        raise InvalidRequest(f"the frame is not JSON: {why_not_json(text, error)}", code="invalid_json") from None
+
+
+def why_not_json(text: str | bytes, error: Exception) -> str:
+    """Say what is wrong with a text; msgspec mistakes half a surrogate pair for a text that is cut off."""
+    half = _with_half_characters(text) is not None
+    return "an escape such as \\ud800 is half a character" if half else str(error)
+
+
+def _with_half_characters(text: str | bytes) -> Any:
+    """Return what a text says that would be JSON but for escapes of half a character; None for any other."""
+    if not _SURROGATE.search(text if isinstance(text, str) else text.decode("utf-8", "replace")):
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
@@ -798,7 +825,8 @@ def invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
     if named:
         name = named.group(1) or named.group(2)
         where = f"{where}.{name}" if where else name
-    text = _PATH.sub("", message)
+    # The only pattern in a frame is that of ids.
+    text = _NAME.sub("1 to 64 letters, digits, `_` or `-`", _PATH.sub("", message))
     return InvalidRequest(f"{where or 'frame'}: {text[:1].lower()}{text[1:]}", param=where or None)
 
 

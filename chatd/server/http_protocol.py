@@ -12,6 +12,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
 
+from chatd.protocol import CLOSE_RATE
+
 HEADER_TIMEOUT_S = 10.0
 """Longest from a connection to the end of its first request's headers; for later ones, from their first byte."""
 
@@ -96,7 +98,7 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
             self._pings_since, self._num_pings = now, 0
         self._num_pings += 1
         if self._num_pings > MAX_PINGS_PER_S:
-            self._fail(1008, "too many pings")
+            self._fail(CLOSE_RATE, "too many pings")
         elif self.writable.is_set():
             super().handle_ping()
 

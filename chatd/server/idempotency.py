@@ -15,8 +15,8 @@ import msgspec
 from chatd.errors import Conflict
 from chatd.protocol import Command, Event
 
-MAX_ANSWERS = 8192
-MAX_BYTES = 32 * 2**20
+MAX_ANSWERS = 1024
+MAX_BYTES = 4 * 2**20
 
 
 @dataclass(slots=True)
@@ -34,19 +34,26 @@ class Answer:
     num_bytes: int = 0
 
 
+class _Answers:
+    """One user's answers by command id, the oldest first."""
+
+    def __init__(self) -> None:
+        self.by_id: OrderedDict[str, Answer] = OrderedDict()
+        self.num_bytes = 0
+
+
 class AnswerCache:
-    """Answers by (tenant, user, command id).
+    """Answers by tenant and user, and command id; what one user sends drives out nobody else's.
 
     Args:
-        max_answers: Kept at most; the oldest go first.
+        max_answers: Kept of a user at most; the oldest go first.
         max_bytes: Likewise.
     """
 
     def __init__(self, max_answers: int = MAX_ANSWERS, max_bytes: int = MAX_BYTES) -> None:
         self._max_answers = max_answers
         self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._answers: OrderedDict[tuple[str, str, str], Answer] = OrderedDict()
+        self._users: dict[tuple[str, str], _Answers] = {}
 
     async def earlier(self, tenant: str, user: str, command: Command) -> Event | None:
         """Return the first answer to this very command; None where it is new, and has now begun.
@@ -57,13 +64,13 @@ class AnswerCache:
             Conflict: The id was used for something else.
         """
         assert command.id is not None, "only commands with an id can come twice"
-        key = (tenant, user, command.id)
+        answers = self._users.setdefault((tenant, user), _Answers())
         body = hashlib.sha256(msgspec.json.encode(command)).digest()
         while True:
-            known = self._answers.get(key)
+            known = answers.by_id.get(command.id)
             if known is None:
-                self._answers[key] = Answer(body, asyncio.get_running_loop().create_future())
-                self._expire()
+                answers.by_id[command.id] = Answer(body, asyncio.get_running_loop().create_future())
+                self._expire(answers)
                 return None
             if known.body != body:
                 raise Conflict(f"{command.id!r} was the id of another command", code="id_reused", param="id")
@@ -73,24 +80,26 @@ class AnswerCache:
 
     def finish(self, tenant: str, user: str, command: Command, event: Event) -> None:
         """Keep the answer."""
-        answer = self._answers.get((tenant, user, command.id or ""))
+        answers = self._users[tenant, user]
+        answer = answers.by_id.get(command.id or "")
         if answer is not None:
             _settle(answer, event)
             answer.num_bytes = len(msgspec.json.encode(event))
-            self._num_bytes += answer.num_bytes
-            self._expire()
+            answers.num_bytes += answer.num_bytes
+            self._expire(answers)
 
     def forget(self, tenant: str, user: str, command: Command) -> None:
         """Forget a command that was refused: it may be sent again under its id."""
-        answer = self._answers.pop((tenant, user, command.id or ""), None)
+        answers = self._users[tenant, user]
+        answer = answers.by_id.pop(command.id or "", None)
         if answer is not None:
-            self._num_bytes -= answer.num_bytes
+            answers.num_bytes -= answer.num_bytes
             _settle(answer, None)
 
-    def _expire(self) -> None:
-        while len(self._answers) > self._max_answers or self._num_bytes > self._max_bytes:
-            _, oldest = self._answers.popitem(last=False)
-            self._num_bytes -= oldest.num_bytes
+    def _expire(self, answers: _Answers) -> None:
+        while len(answers.by_id) > self._max_answers or answers.num_bytes > self._max_bytes:
+            _, oldest = answers.by_id.popitem(last=False)
+            answers.num_bytes -= oldest.num_bytes
             _settle(oldest, None)
 
 

@@ -18,7 +18,6 @@ _FINISH_REASONS: dict[str, FinishReason] = {
     "max_output_tokens": "length",
     "context": "length",
     "kv_exhausted": "length",
-    "deadline": "length",
     "draining": "length",
 }
 DONE = b"data: [DONE]\n\n"

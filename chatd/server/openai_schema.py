@@ -14,7 +14,7 @@ import msgspec
 
 from chatd.engine.sampling import MAX_TOP_LOGPROBS
 from chatd.errors import InvalidRequest
-from chatd.protocol import Message, Params, Role, invalid_field
+from chatd.protocol import Message, Params, Role, invalid_field, why_not_json
 
 MAX_MESSAGES = 4096
 MAX_STOP = 16
@@ -133,7 +133,7 @@ def decode_chat_request(body: bytes) -> tuple[ChatRequest, list[Message], Params
     try:
         raw = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not JSON: {error}", code="invalid_json") from None
+        raise InvalidRequest(f"the body is not JSON: {why_not_json(body, error)}", code="invalid_json") from None
     if not isinstance(raw, dict):
         raise InvalidRequest("the body is not a JSON object", code="invalid_json")
     fields = {name: value for name, value in raw.items() if name in _FIELDS}

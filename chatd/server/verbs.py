@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from chatd.engine.messages import RequestClass
 from chatd.errors import PermissionDenied
 from chatd.protocol import (
     COMMANDS,
     Command,
     Event,
     ItemAdded,
+    Params,
     Ping,
     Pong,
     PoolSubscribe,
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
     from chatd.sessions.session import Session
     from chatd.sessions.turn import Turn
     from chatd.tenants.quotas import KeyQuota
+
+_NO_PARAMS = Params()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +132,9 @@ async def _session_attach(connection: Connection, command: SessionAttach) -> Eve
 
 async def _session_list(connection: Connection, command: SessionList) -> Event | None:
     listed = connection.daemon.manager.list(connection.owner, command)
-    connection.deliver(msgspec.structs.replace(listed, re=command.id))
+    # A page of what may be large in each session would hold the loop and fill the outbox; `session.get` has it.
+    rows = [msgspec.structs.replace(row, system=None, params=_NO_PARAMS, metadata={}) for row in listed.sessions]
+    connection.deliver(msgspec.structs.replace(listed, sessions=rows, re=command.id))
     return None
 
 
@@ -173,7 +179,8 @@ async def _user_message(connection: Connection, command: UserMessage) -> Event |
     quota = daemon.quota_of(connection.principal)
     quota.admit()
     try:
-        await daemon.manager.user_message(session, command, connection)
+        request_class = RequestClass(connection.principal.key_class)
+        await daemon.manager.user_message(session, command, connection, request_class=request_class)
     except BaseException:
         quota.refund()
         raise

@@ -18,6 +18,7 @@ from chatd.errors import ChatdError, EngineError, InvalidRequest
 from chatd.protocol import (
     CLOSE_NO_FIRST_FRAME,
     CLOSE_OVERLOAD,
+    CLOSE_PROTOCOL,
     SUBPROTOCOL,
     TICKET_SUBPROTOCOL_PREFIX,
     Error,
@@ -176,9 +177,9 @@ class Connection:
                 return
             text = message.get("text")
             if text is None:
-                self.refuse(InvalidRequest("frames are JSON text, this one is binary", code="invalid_json"))
-            else:
-                await self._inbox.put(text)
+                self.close(CLOSE_PROTOCOL, "frames are JSON text, not binary")
+                return
+            await self._inbox.put(text)
 
     async def _dispatch(self) -> None:
         while True:

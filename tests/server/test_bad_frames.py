@@ -5,6 +5,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 from chatd.protocol import (
     COMMANDS,
     Error,
@@ -12,6 +14,7 @@ from chatd.protocol import (
     Pong,
     ResponseIncomplete,
     SessionCreate,
+    SessionList,
     UserMessage,
 )
 from chatd.sessions.limits import SessionLimits
@@ -250,3 +253,28 @@ async def test_content_above_its_limit_is_refused_with_the_numbers(start) -> Non
         assert (refused.error.param, "1024" in refused.error.message) == ("content", True)
         refused = await talk.ask(SessionCreate(id="s", system="x" * 1025))
         assert refused.error.code == "content_too_large"
+
+
+async def test_half_a_character_is_said_to_be_one_and_answered_by_id(start) -> None:
+    async with start() as running, running.chat() as talk:
+        answer = await talk.ask(r'{"type":"session.create","id":"s1","title":"\udfff"}')
+        assert (answer.re, answer.error.code) == ("s1", "invalid_json")
+        assert "half a character" in answer.error.message
+        whole = await talk.ask(r'{"type":"session.create","id":"s2","title":"\ud83d\ude00"}')
+        assert whole.session.title == "\U0001f600"
+
+
+async def test_a_bad_id_is_refused_in_words(start) -> None:
+    async with start() as running, running.chat() as talk:
+        for frame in ('{"type":"ping","id":"a b","t":1}', '{"type":"session.get","session":"a/b"}'):
+            await talk.send(frame)
+            message = (await talk.next()).error.message
+            assert "1 to 64 letters, digits, `_` or `-`" in message
+            assert "regex" not in message
+
+
+@pytest.mark.parametrize("cursor", ["nan~x", "inf~x", "-inf~", "x", ""])
+async def test_a_cursor_that_is_none_is_refused(start, cursor) -> None:
+    async with start() as running, running.chat() as talk:
+        answer = await talk.ask(SessionList(id="l", cursor=cursor))
+        assert (answer.error.code, answer.error.param) == ("invalid_request", "cursor")

@@ -56,4 +56,16 @@ async def test_old_answers_go_by_number_and_by_size() -> None:
         large.finish("t", "u", command, SessionDetached(session="s" * 400))
     assert await large.earlier("t", "u", SessionCreate(id="2")) is not None
     assert await large.earlier("t", "u", SessionCreate(id="0")) is None
-    assert large._num_bytes <= 1000
+    assert large._users["t", "u"].num_bytes <= 1000
+
+
+async def test_no_users_answers_drive_out_anothers() -> None:
+    answers = AnswerCache(max_answers=2, max_bytes=1000)
+    await answers.earlier("acme", "ann", ONE)
+    answers.finish("acme", "ann", ONE, Pong(t=1))
+    for tenant, user in (("acme", "bob"), ("beta", "ann")):
+        for number in range(50):
+            command = SessionCreate(id=str(number))
+            await answers.earlier(tenant, user, command)
+            answers.finish(tenant, user, command, SessionDetached(session="s" * 400))
+    assert await answers.earlier("acme", "ann", ONE) == Pong(t=1)

@@ -8,10 +8,12 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from chatd import protocol
+from chatd.engine.messages import RequestClass
 from chatd.protocol import (
     Error,
     ItemAdded,
     OutputTextDelta,
+    Params,
     Ping,
     Pong,
     ResponseCancel,
@@ -34,10 +36,11 @@ from chatd.protocol import (
     SessionUpdate,
     SessionUpdated,
     UserMessage,
+    decode_event,
     encode,
 )
 from chatd.server import daemon as daemon_module
-from chatd.tenants.keys import parse, revoke_key
+from chatd.tenants.keys import create_key, parse, revoke_key
 from chatd.testing_sessions import encode_text
 
 from .conftest import Talk, eventually
@@ -232,11 +235,38 @@ async def test_a_connection_that_says_nothing_is_closed(start) -> None:
         assert await talk.closed() == 4408
 
 
-async def test_a_binary_frame_is_refused_and_the_connection_goes_on(start) -> None:
+async def test_a_binary_frame_closes_its_connection(start) -> None:
     async with start() as running, running.chat() as talk:
         await talk.socket.send(b'{"type":"ping","t":1}')
-        assert (await talk.next()).error.code == "invalid_json"
-        assert isinstance(await talk.ask(Ping(id="p", t=2)), Pong)
+        assert await talk.closed() == 4400
+
+
+async def test_a_list_leaves_out_what_may_be_large(start) -> None:
+    async with start() as running, running.chat() as talk:
+        system, metadata, params = "s" * 200_000, {"k" * 64: "v" * 512}, Params(stop=("x" * 256,))
+        for number in range(5):
+            command = SessionCreate(id=f"c{number}", system=system, metadata=metadata, params=params)
+            await talk.ask(command)
+        await talk.send(SessionList(id="l"))
+        text = await talk.socket.recv()
+        assert len(text) < 5 * 1024
+        listed = decode_event(text)
+        assert [(row.system, row.metadata, row.params) for row in listed.sessions] == [(None, {}, Params())] * 5
+        got = await talk.ask(SessionGet(id="g", session=listed.sessions[0].id))
+        assert (got.session.system, got.session.metadata, got.session.params) == (system, metadata, params)
+
+
+async def test_a_message_is_answered_in_the_class_of_its_key(start, tmp_path) -> None:
+    batch = create_key(tmp_path / "keys.json", tenant="acme", user="nightly", key_class="batch")
+    other = create_key(tmp_path / "keys.json", tenant="acme", user="ann")
+    async with start() as running, running.chat(batch) as slow, running.chat(other) as fast:
+        for talk in (slow, fast):
+            await talk.send(UserMessage(session=(await create(talk)).session.id, content="hi"))
+            await talk.until(ResponseCompleted)
+        assert [submit.request_class for submit in running.engine.submits] == [
+            RequestClass.BATCH,
+            RequestClass.INTERACTIVE,
+        ]
 
 
 async def test_nothing_is_served_while_loading(start) -> None:

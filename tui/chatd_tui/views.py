@@ -23,7 +23,6 @@ END_REASONS = {
     "cancelled": "cancelled",
     "kv_exhausted": "out of memory blocks",
     "draining": "the daemon stopped",
-    "deadline": "took too long",
 }
 
 
