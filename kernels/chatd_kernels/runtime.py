@@ -33,8 +33,8 @@ from typing import Any
 
 import torch
 
-from chatd_kernels.jit import VERSIONS, cfunc, config, jit, types
-from chatd_kernels.vector import fetch_add, load_i64
+from chatd_kernels.jit import VERSIONS, cfunc, config, ir, llvm, types
+from chatd_kernels.vector import emit_fetch_add, pointer
 
 OPERATIONS = ("copy_blocks", "linear", "paged_attention", "rms_norm", "rope_kv_write", "silu_mul")
 """Folders of the package that hold an operation."""
@@ -43,25 +43,38 @@ OPERATIONS = ("copy_blocks", "linear", "paged_attention", "rms_norm", "rope_kv_w
 # Inside kernels ----------------------------------------------------------------------------------
 
 
-@jit
-def next_item(frame: int) -> int:
+# Not compiled functions, since numba would compile one for each number it finds as an argument.
+
+
+@llvm
+def next_item(typingctx: Any, frame: Any) -> Any:
     """Take the number of the next item of work."""
-    item: int = fetch_add(frame, 1)
-    return item
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return emit_fetch_add(builder, args[0], 0)
+
+    return types.int64(types.int64), codegen
 
 
-@jit
-def claim_worker(frame: int) -> int:
+@llvm
+def claim_worker(typingctx: Any, frame: Any) -> Any:
     """Take this thread's number, 0 <= number < threads of the launch."""
-    number: int = fetch_add(frame + 8, 1)
-    return number
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return emit_fetch_add(builder, args[0], 8)
+
+    return types.int64(types.int64), codegen
 
 
-@jit
-def argument(frame: int, index: int) -> int:
+@llvm
+def argument(typingctx: Any, frame: Any, index: Any) -> Any:
     """The launch's argument number `index`, counted from 0."""
-    value: int = load_i64(frame + (2 + index) * 8)
-    return value
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        offset = builder.shl(builder.add(args[1], ir.Constant(ir.IntType(64), 2)), ir.Constant(ir.IntType(64), 3))
+        return builder.load(pointer(builder, builder.add(args[0], offset), ir.IntType(64)))
+
+    return types.int64(types.int64, types.int64), codegen
 
 
 # Threads -----------------------------------------------------------------------------------------
@@ -114,7 +127,8 @@ def _load_gomp() -> Any:
     """`GOMP_parallel` of torch's libgomp, or None."""
     if not sys.platform.startswith("linux"):
         return None
-    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
+    package = Path(torch.__file__).parent
+    for path in sorted((*package.glob("lib/libgomp*"), *package.parent.glob("torch.libs/libgomp*"))):
         try:
             function = ctypes.CDLL(str(path)).GOMP_parallel
         except (OSError, AttributeError):

@@ -319,7 +319,18 @@ def _scalar_load(name: str, numba_type: Any, llvm_type: Any) -> Any:
 
 
 load_i64 = _scalar_load("load_i64", types.int64, _i64)
-load_i32 = _scalar_load("load_i32", types.int32, _i32)
+
+
+@llvm
+def load_i32(typingctx: Any, address: Any) -> Any:
+    """The int32 at an address, as an int64: one integer type everywhere means one compiled variant of a function."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.sext(builder.load(pointer(builder, args[0], _i32)), _i64)
+
+    return types.int64(types.int64), codegen
+
+
 load_f32 = _scalar_load("load_f32", types.float32, _f32)
 load_f64 = _scalar_load("load_f64", types.float64, ir.DoubleType())
 
@@ -333,6 +344,12 @@ def store_f32(typingctx: Any, address: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32), codegen
+
+
+def emit_fetch_add(builder: Any, address: Any, offset: int) -> Any:
+    """Emit: add 1 to the int64 at an address plus an offset, atomically, for what it held."""
+    place = pointer(builder, builder.add(address, ir.Constant(_i64, offset)), _i64)
+    return builder.atomic_rmw("add", place, ir.Constant(_i64, 1), "acq_rel")
 
 
 @llvm

@@ -112,6 +112,10 @@ def test_what_does_not_fit_is_refused() -> None:
         pack_linear(torch.zeros(1, 16, 32), None, "fp16")
     with pytest.raises(ValueError, match="'int4' is not one of"):
         pack_linear(torch.zeros(16, 32), None, "int4")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"a weight of size 70000\.0 cannot be stored as fp16"):
+        pack_linear(torch.full((16, 32), 70000.0), None, "fp16")
+    with pytest.raises(ValueError, match="a weight of size nan cannot be stored as int8"):
+        pack_linear(torch.full((16, 32), float("nan")), None, "int8")
     packed = pack_linear(torch.zeros(16, 32), None, "fp16")
     with pytest.raises(ValueError, match="x is"):
         run(torch.zeros(2, 48), packed)

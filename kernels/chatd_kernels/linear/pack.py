@@ -17,6 +17,8 @@ WeightFormat = Literal["fp32", "fp16", "int8"]
 PANEL = 16
 """Output features of a panel."""
 
+_LARGEST_HALF, _LARGEST_FLOAT = torch.finfo(torch.float16).max, torch.finfo(torch.float32).max
+
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
@@ -50,13 +52,17 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, weight_format: 
     """Pack a weight `[out_features, in_features]` and a bias `[out_features]`.
 
     Raises:
-        ValueError: the weight is no matrix, its inner size is no multiple of 16, or the format is not known.
+        ValueError: the weight is no matrix, its inner size is no multiple of 16, the format is not known, or it cannot
+            hold the largest number.
     """
     if weight.ndim != 2:
         raise ValueError(f"weight has {weight.ndim} dimensions, a linear layer's has 2")
     out_features, in_features = weight.shape
     if in_features % PANEL or in_features == 0:
         raise ValueError(f"in_features {in_features} is no positive multiple of {PANEL}")
+    largest = float(weight.abs().max()) if out_features else 0.0
+    if not largest <= (_LARGEST_HALF if weight_format == "fp16" else _LARGEST_FLOAT):
+        raise ValueError(f"a weight of size {largest} cannot be stored as {weight_format}")
     num_panels = -(-out_features // PANEL)
     scales: torch.Tensor | None = None
     if weight_format == "int8":

@@ -53,7 +53,7 @@ def _group_address(frame: int, tile: int, blocks: int, group: int) -> int:
     """Where a head's 16 positions number `group` of a segment lie, given its tile in block 0 and its block ids."""
     groups_per_block = argument(frame, _BLOCK_SIZE) // 16
     block: int = load_i32(blocks + group // groups_per_block * 4)
-    offset = block * argument(frame, _BLOCK_STRIDE) + group % groups_per_block * argument(frame, _HEAD_DIM) * 16
+    offset: int = block * argument(frame, _BLOCK_STRIDE) + group % groups_per_block * argument(frame, _HEAD_DIM) * 16
     return tile + offset * (2 if argument(frame, _IS_HALF) != 0 else 4)
 
 
@@ -62,7 +62,8 @@ def _run_blocks(frame: int, run: int, segment: int) -> int:
     """Address of the block ids that a run follows, from its segment's first block on."""
     column = segment * (256 // argument(frame, _BLOCK_SIZE))
     sequence: int = load_i32(run + 16)
-    return argument(frame, _TABLE) + (sequence * argument(frame, _TABLE_WIDTH) + column) * 4
+    blocks: int = argument(frame, _TABLE) + (sequence * argument(frame, _TABLE_WIDTH) + column) * 4
+    return blocks
 
 
 @jit
@@ -105,12 +106,12 @@ def _score_run(frame: int, segment: int, keys: int, run: int, q: int, scores: in
             key3 = _group_address(frame, keys, blocks, g + 3)
             score_one_row(q, key, key1, key2, key3, target, head_dim, is_half)
             g += 4
-        elif is_half and rows >= _WIDE_ROWS:
-            widen(key, scratch, 16 * head_dim, is_half)
-            score_group(q, rows, scratch, target, head_dim, False)
-            g += 1
         else:
-            score_group(q, rows, key, target, head_dim, is_half)
+            is_widened = is_half and rows >= _WIDE_ROWS
+            if is_widened:
+                widen(key, scratch, 16 * head_dim, is_half)
+                key = scratch
+            score_group(q, rows, key, target, head_dim, is_half and not is_widened)
             g += 1
 
 
@@ -177,11 +178,12 @@ def _weigh_run(frame: int, segment: int, values: int, run: int, weights: int, ou
             for i in range(count):
                 source = _group_address(frame, values, blocks, g + i)
                 widen(source, scratch + i * head_dim * 64, 16 * head_dim, is_half)
-            _weigh_tokens(frame, segment, first, end, g * 16, (g + count) * 16, weights, scratch, out, False)
+            value = scratch
         else:
             count = min(groups_per_block - g % groups_per_block, high_group - g)
             value = _group_address(frame, values, blocks, g)
-            _weigh_tokens(frame, segment, first, end, g * 16, (g + count) * 16, weights, value, out, is_half)
+        is_narrow = is_half and not is_wide
+        _weigh_tokens(frame, segment, first, end, g * 16, (g + count) * 16, weights, value, out, is_narrow)
         g += count
 
 
@@ -190,7 +192,8 @@ def _partial(frame: int, token: int, segment: int, q_head: int) -> int:
     """Address of a row's partial result of one segment: maximum, sum, padding to 64 bytes, output."""
     base: int = load_i64(argument(frame, _BASES) + token * 8)
     number = (base + segment) * argument(frame, _NUM_Q) + q_head
-    return argument(frame, _PARTIALS) + number * (argument(frame, _HEAD_DIM) * 4 + 64)
+    partial: int = argument(frame, _PARTIALS) + number * (argument(frame, _HEAD_DIM) * 4 + 64)
+    return partial
 
 
 @jit

@@ -60,7 +60,7 @@ def _put_item(frame: int, first_task: int, end_task: int, fold: int, cost: int) 
 
 @jit
 def _counts(frame: int) -> Any:
-    return array_i64(argument(frame, _COUNTS), 6)
+    return array_i64(argument(frame, _COUNTS), NUM_COUNTS)
 
 
 @jit
