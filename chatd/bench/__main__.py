@@ -1,9 +1,10 @@
-"""`python -m chatd.bench NAME …`: runs one benchmark; each is a module of this package that runs as a program."""
+"""`python -m chatd.bench NAME …`: runs one benchmark; each is a module of this package with a `main(arguments)`."""
 
 from __future__ import annotations
 
-import runpy
 import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
 
 BENCHMARKS = {
     "chat": "sessions of several turns against a real daemon",
@@ -12,21 +13,24 @@ BENCHMARKS = {
     "front": "deltas that the front carries on one core",
     "pool": "operations of the block pool and the prefix index",
     "tui": "how the terminal client feels while an answer streams",
-    "report": "writes the tables of README and docs from docs/figures",
 }
+"""Each prints its figures, and writes them where `--json PATH` says."""
+
+COMMANDS = {**BENCHMARKS, "report": "writes the tables of README and docs from docs/figures"}
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the benchmark that the first argument names and return the exit code."""
-    if not arguments or arguments[0] not in BENCHMARKS:
-        print("usage: python -m chatd.bench NAME [--help]\n", file=sys.stderr)
-        for name, what in BENCHMARKS.items():
-            print(f"  {name:10} {what}", file=sys.stderr)
-        return 2
-    name = f"chatd.bench.{arguments[0]}"
-    sys.argv = [f"python -m {name}", *arguments[1:]]
-    runpy.run_module(name, run_name="__main__")
-    return 0
+    if not arguments or arguments[0] not in COMMANDS:
+        wanted = bool(arguments) and arguments[0] in ("-h", "--help")
+        out = sys.stdout if wanted else sys.stderr
+        print("usage: python -m chatd.bench NAME [--help] [--json PATH] …\n", file=out)
+        for name, what in COMMANDS.items():
+            print(f"  {name:10} {what}", file=out)
+        return 0 if wanted else 2
+    # Here and not above: one of them imports torch, another the terminal client.
+    run: Callable[[Sequence[str]], int] = import_module(f"chatd.bench.{arguments[0]}").main
+    return run(arguments[1:])
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ def show(runs: Sequence[dict[str, Any]]) -> None:
     Console().print(table)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m chatd.bench chat", description=__doc__.splitlines()[0])
     parser.add_argument("--url", help="a daemon that is running already and asks for no key")
@@ -218,4 +218,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

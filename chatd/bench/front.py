@@ -1,7 +1,7 @@
 """How many deltas the front carries on one core: the engine's frames in, events as JSON out, no model and no socket.
 
 ```
-python -m chatd.bench.front --sessions 64 --steps 200 --json front.json
+python -m chatd.bench front --sessions 64 --steps 200 --json front.json
 ```
 Every step is one frame of the pipe with a token for each session. The parts are timed apart: decoding the frame,
 sessions (detokenizer, stop strings, events, ring, delivery), and encoding each event as a connection's writer does.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -128,12 +129,14 @@ async def run(sessions: int, steps: int) -> list[Result]:
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print a table, and write JSON where asked."""
-    parser = argparse.ArgumentParser(description="deltas that the front carries on one core")
+    parser = argparse.ArgumentParser(
+        prog="python -m chatd.bench front", description="deltas that the front carries on one core"
+    )
     parser.add_argument("--sessions", type=int, default=64)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args(arguments)
     results = asyncio.run(run(options.sessions, options.steps))
     print(f"{'':26}{'tokens/s':>10}{'decode':>10}{'sessions':>10}{'encode':>10}  us a token")
@@ -149,4 +152,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""How fast the CPU kernels are at SmolLM2-135M's sizes: `python -m chatd.bench.kernels [--json PATH]`.
+"""How fast the CPU kernels are at SmolLM2-135M's sizes: `python -m chatd.bench kernels [--json PATH]`.
 
 Prints attention in GFLOP/s and decode attention in ms a step, all 121 linear layers in ms a step beside FBGEMM's fp16
 and torch's float32, the small operations in µs, and what compiled kernels cost at a start. Each figure is the best of
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -202,26 +202,26 @@ def _print(title: str, figures: Figures) -> None:
         print(f"  {name:18} {text}")
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m chatd.bench.kernels", description=__doc__)
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m chatd.bench kernels", description=__doc__)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--threads", type=int, help="threads (default: as many as this process may use)")
     parser.add_argument("--seconds", type=float, default=0.3, help="for each figure (default 0.3)")
     parser.add_argument("--cold", action="store_true", help="also measure a start that compiles everything")
     parser.add_argument("--batches", default="1,2,4,8,16,32,64,256", help="rows of the linear layers")
-    arguments = parser.parse_args()
-    runtime.set_num_threads(arguments.threads or runtime.available_threads())
+    options = parser.parse_args(arguments)
+    runtime.set_num_threads(options.threads or runtime.available_threads())
     runtime.warm_up()
-    batches = [int(batch) for batch in arguments.batches.split(",")]
+    batches = [int(batch) for batch in options.batches.split(",")]
     figures: Figures = {
         "machine": platform.processor() or platform.machine(),
         "threads": runtime.num_threads(),
-        "attention_gflops": attention_figures(arguments.seconds),
-        "decode": decode_figures(arguments.seconds),
-        "linears_ms": linear_figures(batches, arguments.seconds),
-        "small_us": small_figures(arguments.seconds),
-        "start": start_figures(arguments.cold),
+        "attention_gflops": attention_figures(options.seconds),
+        "decode": decode_figures(options.seconds),
+        "linears_ms": linear_figures(batches, options.seconds),
+        "small_us": small_figures(options.seconds),
+        "start": start_figures(options.cold),
     }
     print(f"SmolLM2-135M's sizes, {figures['threads']} threads")
     _print("attention, one layer, GFLOP/s by rows x context", figures["attention_gflops"])
@@ -229,9 +229,10 @@ def main() -> None:
     _print(f"all {4 * LAYERS + 1} linear layers, ms by batch", figures["linears_ms"])
     _print("small operations, µs a call by rows", figures["small_us"])
     _print("start of a process", figures["start"])
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

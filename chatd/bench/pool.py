@@ -1,4 +1,4 @@
-"""What the engine costs beside the model: `python -m chatd.bench.pool`.
+"""What the engine costs beside the model: `python -m chatd.bench pool`.
 
 Prints microseconds per pool operation for pools of 1k to 1M blocks, and milliseconds of plan and commit for batches of
 decodes, as JSON on the last line. Times are the processor's: nothing here waits, and neighbors would be in the others.
@@ -13,7 +13,8 @@ import statistics
 import sys
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from chatd.engine.core import EngineConfig, EngineCore
 from chatd.engine.messages import LeaseId, Submit
@@ -144,13 +145,16 @@ def step_figures(batch_size: int, context: int, num_steps: int = 100) -> dict[st
     return {"median": round(statistics.median(times), 4), "p90": round(sorted(times)[int(len(times) * 0.9)], 4)}
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Measure, print a table, then JSON."""
-    parser = argparse.ArgumentParser(description="what the engine costs beside the model")
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print a table, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m chatd.bench pool", description="what the engine costs beside the model"
+    )
     parser.add_argument("--max-blocks", type=int, default=POOL_SIZES[-1])
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args(arguments)
     report: dict[str, object] = {"python": sys.version.split()[0]}
-    pools = {size: pool_figures(size) for size in POOL_SIZES if size <= arguments.max_blocks}
+    pools = {size: pool_figures(size) for size in POOL_SIZES if size <= options.max_blocks}
     report["pool_us"] = pools
     names = list(next(iter(pools.values())))
     print(f"{'us per block':36s}" + "".join(f"{size:>12,}" for size in pools))
@@ -161,8 +165,10 @@ def main(argv: list[str] | None = None) -> None:
     print(f"\n{'plan + commit, ms':36s}{'median':>12s}{'p90':>12s}")
     for name, figures in steps.items():
         print(f"{name:36s}{figures['median']:12.3f}{figures['p90']:12.3f}")
-    print(json.dumps(report))
+    if options.json is not None:
+        options.json.write_text(json.dumps({"bench": "pool", **report}, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""How the terminal client feels while an answer streams: `python -m chatd.bench.tui`.
+"""How the terminal client feels while an answer streams: `python -m chatd.bench tui`.
 
 The client runs on a pseudo-terminal of 100×30 against a scripted daemon at a given rate. Measured from outside: the
 time from a key's byte to the byte that draws it. Measured inside: how late the event loop runs what is due, which is
@@ -168,23 +168,24 @@ def _run_child(url: str, path: Path) -> None:
     path.write_text(json.dumps(lags))
 
 
-def main() -> None:
-    """Run the scenarios."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str]) -> int:
+    """Run the scenarios and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m chatd.bench tui", description=__doc__)
     parser.add_argument("--tok-s", type=float, default=100.0)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--child", nargs=2, metavar=("URL", "FILE"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        _run_child(arguments.child[0], Path(arguments.child[1]))
-        return
+    options = parser.parse_args(arguments)
+    if options.child:
+        _run_child(options.child[0], Path(options.child[1]))
+        return 0
     runs = []
     for name, pieces in (("prose, 800 words", prose(800)), ("code, one fence of 180 lines", code(180))):
-        runs.append(asyncio.run(measure(name, pieces, arguments.tok_s)))
+        runs.append(asyncio.run(measure(name, pieces, options.tok_s)))
         print(json.dumps(runs[-1]), flush=True)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"bench": "tui", "runs": runs}, indent=1) + "\n")
+    if options.json is not None:
+        options.json.write_text(json.dumps({"bench": "tui", "runs": runs}, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))
