@@ -29,6 +29,7 @@ def rope_kv_write(
 
     Args:
         qkv: `[num_tokens, (Hq + 2 Hkv) * head_dim]` float32: a token's Q heads, its K heads, its V heads.
+            Q and K are scratch afterwards.
         positions: `[num_tokens]` int64, rows of `cos` and `sin`.
         slot_mapping: `[num_tokens]` int64, block * block_size + offset.
         cos: `[max_positions, rotary / 2]` float32.
