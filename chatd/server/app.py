@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import structlog
@@ -28,6 +29,9 @@ from chatd.server.websocket import chat_websocket
 TICKET_PATH = "/v1/ws/tickets"
 REQUEST_ID_HEADER = "x-request-id"
 QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
+HANDSHAKES_PER_TURN = 2
+"""Begun in one turn of the loop: a burst of them waits, not those that are connected."""
+
 CLIENT_CLOSED = 499
 """Logged for a client that left before its answer; never sent."""
 
@@ -133,12 +137,16 @@ class Gate:
     def __init__(self, app: ASGIApp, daemon: Daemon) -> None:
         self._app = app
         self._daemon = daemon
+        self._handshakes = asyncio.Semaphore(HANDSHAKES_PER_TURN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request or handshake on."""
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
+        if scope["type"] == "websocket":
+            async with self._handshakes:
+                await asyncio.sleep(0)
         connection = HTTPConnection(scope)
         given = connection.headers.get(REQUEST_ID_HEADER, "")
         request_id = given if is_request_id(given) else self._daemon.new_request_id()

@@ -24,6 +24,9 @@ from chatd.server.http_errors import error_response
 from chatd.server.http_protocol import BoundedHttpProtocol, BoundedWebSocketProtocol
 
 BACKLOG = 512
+ACCEPTS_PER_TURN = 4
+"""Connections taken in one turn of the loop: those of a burst wait, not those that are served."""
+
 KEEP_ALIVE_S = 30
 MAX_HTTP_CONNECTIONS = 2048
 """Beside the websockets; a request on one more is answered with 503."""
@@ -148,7 +151,7 @@ def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        backlog=BACKLOG,
+        backlog=ACCEPTS_PER_TURN,
         limit_concurrency=settings.max_connections + MAX_HTTP_CONNECTIONS,
         **tls_context_arguments(settings),  # type: ignore[arg-type]
     )
@@ -185,6 +188,9 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections."""
         await super().startup(sockets)
+        # asyncio's backlog is two things: how many it accepts in one turn, and how many the system keeps waiting.
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
         if self.started and self._on_started is not None:
             self._on_started()
 

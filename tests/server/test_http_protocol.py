@@ -6,12 +6,14 @@ import contextlib
 import os
 import struct
 import zlib
+from collections import Counter
 
 import httpx
 import pytest
 
 from chatd.protocol import Ping, Pong
 from chatd.server import http_protocol
+from chatd.server.app import HANDSHAKES_PER_TURN
 
 
 async def open_raw(running) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -204,4 +206,31 @@ async def test_a_crowd_that_never_reads_leaves_others_alone(start) -> None:
         for _ in range(20):
             await check_witness(witness)
         for _, writer in crowd:
+            writer.close()
+
+
+async def test_of_a_burst_of_handshakes_a_few_begin_in_one_turn_of_the_loop(start) -> None:
+    async with start() as running:
+        turn = 0
+        begun: list[int] = []
+        authenticate = running.daemon.authenticator.authenticate
+
+        def note(connection):
+            begun.append(turn)
+            return authenticate(connection)
+
+        running.daemon.authenticator.authenticate = note
+
+        async def count() -> None:
+            nonlocal turn
+            while True:
+                turn += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        opened = await asyncio.gather(*(open_raw(running) for _ in range(40)))
+        counting.cancel()
+        assert len(begun) == 40
+        assert max(Counter(begun).values()) <= 2 * HANDSHAKES_PER_TURN
+        for _, writer in opened:
             writer.close()
