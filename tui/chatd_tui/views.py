@@ -82,9 +82,8 @@ class SessionRow:
     @classmethod
     def of(cls, info: SessionInfo, current: str | None) -> SessionRow:
         """Build from the protocol's description."""
-        messages = f"{info.num_items} message{'' if info.num_items == 1 else 's'}"
         place = "" if info.tier == "device" else f" · {clean_line(info.tier, 8)}"
-        detail = f"{messages} · {short_number(info.context_used)} tok{place}"
+        detail = f"{info.num_items} msg · {short_number(info.context_used)} tok{place}"
         return cls(info.id, clean_line(info.title, 80) or "untitled", detail, info.busy, info.id == current)
 
 
