@@ -225,12 +225,13 @@ def keys_list(keys_file: KeysFileOption = None) -> None:
 
     path = _keys_path(keys_file)
     table = Table("id", "tenant", "user", "label", "class", "operator", "created")
-    for key in list_keys(path):
+    keys = list_keys(path)
+    for key in keys:
         created = key.created_at.strftime("%Y-%m-%d %H:%M")
         row = (key.id, key.tenant, key.user, key.label, key.key_class, "yes" if key.is_operator else "", created)
         table.add_row(*map(_escaped, row))
     notices.print(
-        f"keys in {path}" if path.exists() else f"there are no keys: {path} does not exist",
+        f"keys in {path}" if keys or path.exists() else f"there are no keys: {path} does not exist",
         highlight=False,
         markup=False,
         soft_wrap=True,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import os
+import re
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ ENV_NESTED = "__"
 CLIENT_VARIABLES = frozenset({"CHATD_CONFIG", "CHATD_URL", "CHATD_KEY"})
 DEFAULT_PORT = 8790
 BUILT_IN_MODEL = "smollm2-135m"
+_HOST_NAME = re.compile(r"[0-9A-Za-z_-]+(\.[0-9A-Za-z_-]+)*\.?")
 _BYTE_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -86,6 +88,14 @@ class ServerSettings(_Section):
         if value is not None and any(network.prefixlen == 0 for network in proxy_networks(value)):
             raise ValueError("this network is everybody")
         return value
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _check_hosts(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        for value in values:
+            if not _HOST_NAME.fullmatch(value) and not _is_address(value):
+                raise ValueError(f"{value!r} is not a host name such as chat.example, without a port")
+        return values
 
     @field_validator("allowed_origins")
     @classmethod
@@ -278,10 +288,9 @@ def is_loopback(host: str) -> bool:
     """True for an address or name of this machine's loopback."""
     if host.lower() == "localhost":
         return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
+    if not _is_address(host):
         return False
+    address = ipaddress.ip_address(host)
     mapped = getattr(address, "ipv4_mapped", None)
     return bool((mapped or address).is_loopback)
 
@@ -362,7 +371,7 @@ def load_settings(
     _overlay(merged, given, "flag", sources)
     _refuse_unknown(merged, sources)
     usual_keys = usual_keys_path()
-    if merged.get("server", {}).get("keys_file") is None and usual_keys.exists():
+    if merged.get("server", {}).get("keys_file") is None and _exists(usual_keys):
         _overlay(merged, {"server": {"keys_file": usual_keys}}, "your folder", sources)
     try:
         return LoadedSettings(Settings(**merged), sources)
@@ -386,11 +395,34 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _exists(path: Path) -> bool:
+    """Tell a file that is not there from one that may not be looked at.
+
+    Raises:
+        ConfigError: Its folder cannot be read.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", param="config") from None
+    return True
+
+
 def _host_of(url: str) -> str:
     try:
         return urlsplit(url if "://" in url else f"//{url}").hostname or ""
     except ValueError:
         return ""
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _origin(text: str) -> str:
@@ -415,7 +447,7 @@ def _default_file(environment: Mapping[str, str]) -> Path | None:
     if named:
         return Path(named)
     usual = config_dir() / "config.toml"
-    return usual if usual.exists() else None
+    return usual if _exists(usual) else None
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -191,3 +191,19 @@ def test_a_daemon_of_ones_own_is_on_loopback_with_the_local_key() -> None:
     own = private_settings(Settings(server=server)).server
     assert (own.host, own.port) == ("127.0.0.1", 7)
     assert (own.keys_file, own.tls_cert, own.tls_key, own.behind_proxy) == (None, None, None, None)
+
+
+@pytest.mark.parametrize("host", ["https://chat.example", "chat.example:443", "*.chat.example/", "a b", ""])
+def test_what_is_no_host_name_is_refused(host: str) -> None:
+    with pytest.raises(ValueError, match="is not a host name"):
+        Settings(server={"allowed_hosts": (host,)})
+    assert Settings(server={"allowed_hosts": ("Chat.example", "::1", "10.0.0.1")})
+
+
+def test_a_folder_that_may_not_be_read_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(ConfigError, match=r"config\.toml cannot be read: Permission denied"):
+        load_settings(environment={})

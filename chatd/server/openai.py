@@ -99,6 +99,8 @@ async def chat_completions(request: Request) -> Response:
         raise
     # From here on the answer has an owner: sending it ends the generation and settles the quota, whatever happens.
     answer = _Answer(daemon, principal, quota, completion, chat)
+    if not daemon.authenticator.is_current(principal):
+        answer.cancel()
     return StreamedAnswer(answer) if chat.stream else WholeAnswer(answer)
 
 

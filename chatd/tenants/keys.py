@@ -150,7 +150,13 @@ def list_keys(path: Path) -> list[Key]:
     Raises:
         ConfigError: The file is broken.
     """
-    return read_keys(path) if path.exists() else []
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError:
+        pass  # it is said in the same words as a file that may not be read
+    return read_keys(path)
 
 
 def revoke_key(path: Path, key_id: str) -> Key:

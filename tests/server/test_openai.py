@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -316,3 +317,24 @@ async def test_a_conversation_can_be_named(start, names) -> None:
         body = {"model": "bytes", "messages": HELLO} | ({} if names else {"prompt_cache_key": "c1"})
         assert (await http.post(DOOR, json=body, headers=names)).status_code == 200
         assert [holder.title for holder in running.manager.lease_sessions.values()] == ["c1"]
+
+
+async def test_a_key_that_is_revoked_while_its_body_comes_is_refused(start, tmp_path: Path) -> None:
+    async with start(lambda _log: encode_text("x")) as running, by_hand(running) as http:
+        running.engine.held = True
+        admitted: list[Any] = []
+        authenticate = running.daemon.authenticator.authenticate
+        running.daemon.authenticator.authenticate = lambda connection: (
+            admitted.append(connection) or authenticate(connection)
+        )
+
+        async def body():
+            yield b'{"model": "bytes", "messages": '
+            await eventually(lambda: bool(admitted))
+            revoke_key(tmp_path / "keys.json", parse(running.key))
+            running.daemon.refresh_keys()
+            yield json.dumps(HELLO).encode() + b"}"
+
+        answer = await http.post(DOOR, content=body())
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        await eventually(lambda: not running.engine.running)
