@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -53,12 +54,23 @@ HANG_TIMEOUT_S = 5.0
 BUSY_TIMEOUT_S = 60.0
 """Without a message for so long, although it computes, the engine hangs as well."""
 
+START_HANG_TIMEOUT_S = 120.0
+"""As `HANG_TIMEOUT_S`, for an engine that loads: it tells each phase, and works in all of them."""
+
+START_BUSY_TIMEOUT_S = 900.0
+"""As `BUSY_TIMEOUT_S`, for an engine that loads: no phase is silent for so long on the slowest machine."""
+
+MAX_HUNG_STARTS = 3
+"""So many first starts in a row may hang; then the engine cannot be started."""
+
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 STABLE_AFTER_S = 60.0
 """An engine that served for so long is restarted without a longer pause than the first."""
 
 _TICKS = 5
+
+_log = logging.getLogger(__name__)
 
 
 class EngineState(StrEnum):
@@ -95,6 +107,7 @@ class EngineClient:
         options: Given to each process.
         on_messages: Called in the loop with all that one read brought, in order; `batches` is for those without one.
         hang_timeout_s: See `HANG_TIMEOUT_S`.
+        start_hang_timeout_s: See `START_HANG_TIMEOUT_S`.
         first_backoff_s: Pause before the first restart; doubled for each that follows at once.
         command: What is run; it gets the descriptor of its end of the pipe as its last argument.
         stderr: Where the engine's log goes; the front's own stderr where None.
@@ -106,6 +119,7 @@ class EngineClient:
         *,
         on_messages: OnMessages | None = None,
         hang_timeout_s: float = HANG_TIMEOUT_S,
+        start_hang_timeout_s: float = START_HANG_TIMEOUT_S,
         first_backoff_s: float = FIRST_BACKOFF_S,
         command: Sequence[str] = (sys.executable, "-P", "-m", "chatd.engine.process"),
         stderr: IO[bytes] | int | None = None,
@@ -113,6 +127,7 @@ class EngineClient:
         self._options = options
         self._on_messages = on_messages or self._keep_batch
         self._hang_timeout_s = hang_timeout_s
+        self._start_hang_timeout_s = start_hang_timeout_s
         self._first_backoff_s = first_backoff_s
         self._command = tuple(command)
         self._stderr = stderr
@@ -238,16 +253,20 @@ class EngineClient:
         """Start a process, watch it to its end, and so on; ends only when the first start fails, or cancelled."""
         assert self._started is not None
         backoff_s = self._first_backoff_s
+        num_hung_starts = 0
         while True:
             served_s, end = await self._run_process()
-            if not self._started.done():
+            num_hung_starts += end.has_hung
+            if not self._started.done() and not (end.has_hung and num_hung_starts < MAX_HUNG_STARTS):
                 self._state = EngineState.FAILED
                 self._started.set_exception(end.error)
                 return
-            self._state = EngineState.RESTARTING
+            if self._started.done():
+                self._state = EngineState.RESTARTING
             self._num_restarts += 1
             backoff_s = self._first_backoff_s if (served_s or 0.0) >= STABLE_AFTER_S else backoff_s
-            self._phase, self._progress = f"restarting: {end.reason}", 0.0
+            _log.warning("the engine is started again in %.1f s: %s", backoff_s, end.reason)
+            self._report(f"restarting: {end.reason}", 0.0)
             if served_s is not None:
                 self._deliver([EngineDied(end.reason, end.exit_code)])
             await asyncio.sleep(backoff_s)
@@ -309,18 +328,40 @@ class EngineClient:
         self._on_messages(events)
 
     async def _watch(self, process: EngineProcess) -> None:
-        """Kill a process that hangs.
+        """Kill a process that hangs, while it loads or later."""
+        silent_s = await self._wait_for_hang(process, self._start_hang_timeout_s, START_BUSY_TIMEOUT_S, 0.01)
+        if silent_s is not None:
+            await process.kill_hung(f"its start made no progress for {silent_s:.1f} s after {self._phase!r}")
+            return
+        silent_s = await self._wait_for_hang(process, self._hang_timeout_s, BUSY_TIMEOUT_S, 0.1)
+        await process.kill_hung(f"no sign of life for {silent_s:.1f} s")
+
+    async def _wait_for_hang(
+        self, process: EngineProcess, quiet_s: float, busy_s: float, busy_share: float
+    ) -> float | None:
+        """Return how long a process was silent once that is too long, or None once one that loads is ready.
 
         Silent ticks are counted, not seconds, so that a machine that slept does not look like an engine that hangs.
+
+        Args:
+            process: Which.
+            quiet_s: Longest silence of a process that does nothing.
+            busy_s: Of one that computes.
+            busy_share: Part of the silence that must be CPU time of a process that computes.
         """
-        await asyncio.shield(process.ready)
-        tick_s = self._hang_timeout_s / _TICKS
+        is_loading = not process.ready.done()
+        tick_s = quiet_s / _TICKS
         num_silent = 0
         cpu_s = process.cpu_s()
         while True:
             process.heard = False
-            process.send(encode(Ping(num_silent)))
-            await asyncio.sleep(tick_s)
+            if is_loading:
+                await asyncio.wait((process.ready,), timeout=tick_s)
+                if process.ready.done():
+                    return None
+            else:
+                process.send(encode(Ping(num_silent)))
+                await asyncio.sleep(tick_s)
             if process.heard or process.is_paused:
                 num_silent = 0
                 continue
@@ -329,9 +370,8 @@ class EngineClient:
             num_silent += 1
             if num_silent < _TICKS:
                 continue
-            is_busy = process.is_runnable() or process.cpu_s() - cpu_s > 0.1 * self._hang_timeout_s
-            if not is_busy or num_silent * tick_s >= BUSY_TIMEOUT_S:
-                process.kill(f"no sign of life for {num_silent * tick_s:.1f} s")
-                return
+            is_busy = process.is_runnable() or process.cpu_s() - cpu_s > busy_share * quiet_s
+            if not is_busy or num_silent * tick_s >= busy_s:
+                return num_silent * tick_s
             if num_silent % _TICKS == 0:
                 cpu_s = process.cpu_s()

@@ -18,7 +18,7 @@ import psutil  # type: ignore[import-untyped]
 from chatd.config import child_environment
 from chatd.engine.cgroup import available_cpus
 from chatd.engine.messages import EngineMessage, Ready, StartFailed, decode_engine
-from chatd.engine.options import EngineOptions, encode_options
+from chatd.engine.options import STACKS_SIGNAL, EngineOptions, encode_options
 from chatd.engine.pipe import FrameError, FrameReader
 from chatd.errors import ConfigError, EnvironmentProblem, ModelError, StartupError
 
@@ -27,12 +27,17 @@ _EXIT_CLASSES: dict[int, type[StartupError]] = {
 }
 
 
+# What a process that hangs is given to write its stacks to its log.
+_STACKS_S = 0.5
+
+
 class ProcessEnd(msgspec.Struct, frozen=True):
     """Why a process is gone."""
 
     reason: str
     exit_code: int | None
     start_failed: StartFailed | None = None
+    has_hung: bool = False
 
     @property
     def error(self) -> StartupError:
@@ -65,6 +70,7 @@ class EngineProcess(asyncio.Protocol):
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
         self._reason = ""
+        self._has_hung = False
         self._start_failed: StartFailed | None = None
 
     @classmethod
@@ -151,6 +157,15 @@ class EngineProcess(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    async def kill_hung(self, reason: str) -> None:
+        """Kill a process that hangs, once it has written to its log where it does."""
+        self._reason = self._reason or reason
+        self._has_hung = True
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(STACKS_SIGNAL)
+        await asyncio.wait((self.closed,), timeout=_STACKS_S)
+        self.kill(reason)
+
     async def end(self, timeout_s: float) -> ProcessEnd:
         """Wait for the process to exit, kill it after `timeout_s`, and say why it ended."""
         try:
@@ -166,7 +181,8 @@ class EngineProcess(asyncio.Protocol):
         exit_code = await self.process.wait()
         await asyncio.shield(self.closed)
         refusal = self._start_failed.message if self._start_failed is not None else ""
-        return ProcessEnd(self._reason or refusal or _exit_reason(exit_code), exit_code, self._start_failed)
+        reason = self._reason or refusal or _exit_reason(exit_code)
+        return ProcessEnd(reason, exit_code, self._start_failed, self._has_hung)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the pipe's transport."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Literal
 
 import msgspec
 
 from chatd.engine.messages import LENGTH_PREFIX_BYTES
+
+STACKS_SIGNAL = getattr(signal, "SIGUSR2", signal.SIGTERM)
+"""The engine writes the stacks of its threads to stderr when it gets this signal."""
 
 
 class TenantShare(msgspec.Struct, frozen=True, array_like=True):

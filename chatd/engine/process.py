@@ -11,6 +11,7 @@ decides when turns in flight are done, and exits when its pipe closes. Logs are 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import logging
 import os
@@ -27,7 +28,7 @@ import msgspec
 
 from chatd.engine.loop import EngineLoop
 from chatd.engine.messages import Loading, StartFailed, encode
-from chatd.engine.options import EngineOptions, decode_options
+from chatd.engine.options import STACKS_SIGNAL, EngineOptions, decode_options
 from chatd.engine.pipe import EnginePipe, FrameError, PipeClosed
 from chatd.errors import EnvironmentProblem, StartupError
 
@@ -53,6 +54,8 @@ def main(arguments: list[str]) -> int:
     for name in _IGNORED_SIGNALS:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(STACKS_SIGNAL)
     pipe = EnginePipe(socket.socket(fileno=int(arguments[0])))
     threading.Thread(target=_exit_without_front, args=(pipe.fileno(),), daemon=True).start()
     try:
@@ -88,6 +91,8 @@ def _start(options: EngineOptions, pipe: EnginePipe) -> EngineCore | int:
         from chatd.engine.startup import build_engine  # torch and all that follows
 
         core, ready = build_engine(options, time.monotonic, report)
+    except PipeClosed:
+        raise
     except StartupError as error:
         message = error.message if error.hint is None else f"{error.message}\n{error.hint}"
         return _refuse(pipe, StartFailed(error.error_code, message, type(error).exit_code))

@@ -41,6 +41,12 @@ def main():
         return 3
     if behavior == "exit at start":
         return 9
+    if behavior.startswith("hang"):
+        # A folder counts the starts; all hang, or all but the last one that is named.
+        folder, _, last = behavior.removeprefix("hang ").partition(" until ")
+        os.mkdir(f"{folder}/{len(os.listdir(folder))}")
+        if len(os.listdir(folder)) < int(last or 1000):
+            select.select([], [], [])
     threads = int(os.environ["OMP_NUM_THREADS"])
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
     pipe.send([encode(Ready(os.getpid(), 16, threads, 1, 1, options.quantization, []))])

@@ -191,6 +191,26 @@ async def test_a_death_is_told_once_after_everything_sent_before_and_another_ser
         assert sum(isinstance(m, EngineDied) for m in inbox.messages) == 1
 
 
+async def test_a_start_that_hangs_is_begun_again(tmp_path, caplog):
+    phases = []
+    async with engine(f"hang {tmp_path} until 2", start_hang_timeout_s=0.3) as (client, inbox):
+        ready = await client.start(lambda phase, progress: phases.append(phase))
+        assert client.pid == ready.num_blocks
+        assert client.num_restarts == 1
+    reason = "its start made no progress for 0.3 s after 'weights'"
+    assert phases == ["weights", f"restarting: {reason}", "weights", "ready"]
+    assert caplog.messages == [f"the engine is started again in 0.0 s: {reason}"]
+    assert not any(isinstance(m, EngineDied) for m in inbox.messages)
+
+
+async def test_starts_that_always_hang_are_a_startup_error(tmp_path):
+    async with engine(f"hang {tmp_path}", start_hang_timeout_s=0.2) as (client, _):
+        with pytest.raises(EnvironmentProblem, match=r"its start made no progress for 0\.2 s after 'weights'"):
+            await client.start()
+        assert client.state is EngineState.FAILED
+    assert len(list(tmp_path.iterdir())) == client_module.MAX_HUNG_STARTS
+
+
 async def test_a_long_step_that_uses_the_cpu_is_no_hang():
     async with engine(hang_timeout_s=0.5) as (client, inbox):
         await client.start()
