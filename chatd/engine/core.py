@@ -48,6 +48,7 @@ from chatd.engine.messages import (
 from chatd.engine.plan import Plan, RequestId, Runner
 from chatd.engine.reports import Reporter
 from chatd.engine.request import Request, check_fits, stop_ids_of
+from chatd.engine.sampling import check_sampling_params
 from chatd.engine.scheduler import Scheduler
 from chatd.errors import ChatdError, Conflict, InvalidRequest, NotFound, Unavailable
 from chatd.kvcache.block_pool import BlockPool
@@ -59,6 +60,7 @@ PUBLIC_TENANT = ""
 """As `Submit.tenant`: a system request, whose blocks every tenant may reuse. No key belongs to it."""
 
 _NO_TIME = RequestTimings(0.0, 0.0, 0.0, 0, 0)
+_CHECKED = object()
 _log = logging.getLogger(__name__)
 
 
@@ -72,6 +74,9 @@ class EngineCore:
         log: Receives every decision of the scheduler.
         hash_function: Of the prefix index; any function is right.
         max_entries_per_key: Of the prefix index.
+
+    Attributes:
+        is_checked: `idle` has looked over everything since the last message or step.
     """
 
     def __init__(
@@ -98,6 +103,7 @@ class EngineCore:
         # Groups of requests whose common step failed, to be tried apart; the last one is next.
         self._suspects: list[list[RequestId]] = []
         self._checking: Iterator[None] | None = None
+        self.is_checked = False
 
     @property
     def has_work(self) -> bool:
@@ -106,7 +112,7 @@ class EngineCore:
 
     def handle(self, message: FrontMessage, now: float) -> list[EngineMessage]:
         """Do what the front asks, between two steps; never raises on what a message says."""
-        self._checking = None
+        self._restart_checks()
         self._reporter.mark_changed()
         match message:
             case Submit():
@@ -120,15 +126,11 @@ class EngineCore:
             case Fork():
                 self._fork(message)
             case Trim():
-                lease = self.leases.get(message.lease)
-                if lease is not None and self._request_on(lease) is None:
-                    self.leases.trim(lease, max(0, message.length))
+                self._trim(message)
             case Release():
                 self._release(message, now)
             case Retain():
-                lease = self.leases.get(message.lease)
-                if lease is not None:
-                    self.leases.set_attached(lease, message.attached)
+                self.leases.set_attached(message.lease, message.attached)
             case WatchPool():
                 self._reporter.watch(message)
             case Ping():
@@ -139,7 +141,7 @@ class EngineCore:
 
     def step(self, now: float) -> list[EngineMessage]:
         """Compute one step and return what it says; an exception of the runner costs at most one request."""
-        self._checking = None
+        self._restart_checks()
         started = self._clock()
         plan = None
         while self._suspects and plan is None:
@@ -171,12 +173,14 @@ class EngineCore:
         if self._checking is None:
             self._checking = invariants.slices(self.scheduler)
         try:
-            next(self._checking, None)
+            if not self.is_checked:
+                self.is_checked = next(self._checking, _CHECKED) is _CHECKED
         except AssertionError:
             _log.exception("an invariant is broken; all KV is dropped and computed again where it is needed")
             self._reporter.count_integrity_error()
             if not self.scheduler.requests:
                 self._reset()
+            self.is_checked = True
         return self._drain(now)
 
     def next_due(self) -> float | None:
@@ -230,6 +234,7 @@ class EngineCore:
         limit = config.vocab_size or 2**31
         if ids and not 0 <= min(ids) <= max(ids) < limit:
             raise InvalidRequest(f"token ids are {min(ids)} to {max(ids)}, the limit is {limit - 1}", param="input")
+        check_sampling_params(message.params, limit)
         check_fits(
             message.base_len + len(ids),
             max_model_len=config.max_model_len,
@@ -276,7 +281,18 @@ class EngineCore:
         if fork is not None:
             self.leases.set_idle(fork)
 
+    def _trim(self, message: Trim) -> None:
+        lease = self.leases.get(message.lease)
+        if lease is None:
+            return
+        length = max(0, message.length)
+        if self._request_on(lease) is None:
+            self.leases.trim(lease, length)
+        else:
+            lease.trim_to = length if lease.trim_to is None else min(length, lease.trim_to)
+
     def _release(self, message: Release, now: float) -> None:
+        self.leases.set_attached(message.lease, False)
         lease = self.leases.get(message.lease)
         if lease is None:
             return
@@ -326,7 +342,10 @@ class EngineCore:
         self.leases.drop_all()
         for lease in self.leases:
             self.scheduler.outbox.append(LeaseTier(LeaseId(lease.lease_id), Tier.TOKENS, "policy", 0))
-        self._checking = None
+        self._restart_checks()
+
+    def _restart_checks(self) -> None:
+        self._checking, self.is_checked = None, False
 
     def _drain(self, now: float, *, planned: bool = False) -> list[EngineMessage]:
         outbox = self.scheduler.outbox

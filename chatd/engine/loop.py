@@ -25,9 +25,6 @@ FRAME_BACKLOG_BYTES = 256 * 2**10
 SLICE_INTERVAL_S = 0.005
 """Between two slices of the checks that an idle engine makes."""
 
-CHECKING_S = 2.0
-"""After work has ended, an idle engine checks itself for so long."""
-
 COLLECT_AFTER_S = 1.0
 """An engine that was idle for so long collects garbage once."""
 
@@ -46,6 +43,11 @@ class Core(Protocol):
     @property
     def is_shutting_down(self) -> bool:
         """Whether the front has asked for the end."""
+        ...
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether `idle` has looked over everything since the last message or step."""
         ...
 
     def handle(self, message: FrontMessage, now: float) -> list[EngineMessage]:
@@ -127,10 +129,13 @@ class EngineLoop:
         return self._idle_timeout(idle_s)
 
     def _idle_timeout(self, idle_s: float) -> float | None:
-        if idle_s < CHECKING_S:
+        if not self._core.is_checked:
             return SLICE_INTERVAL_S
+        waits = [COLLECT_AFTER_S - idle_s] if self._must_collect else []
         due = self._core.next_due()
-        return None if due is None else max(0.0, due - self._clock())
+        if due is not None:
+            waits.append(due - self._clock())
+        return max(0.0, min(waits)) if waits else None
 
     def _send(self, messages: Sequence[EngineMessage]) -> None:
         """Send in one go; frames of the pool only to a front that keeps up."""

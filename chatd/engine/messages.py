@@ -103,7 +103,7 @@ class Fork(_Message, frozen=True):
 
 
 class Trim(_Message, frozen=True):
-    """Cut an idle lease to `length` tokens."""
+    """Cut a lease to `length` tokens; one that a request is on, when that has ended."""
 
     lease: LeaseId
     length: int
@@ -136,7 +136,7 @@ class Finish(_Message, frozen=True):
 
 
 class Retain(_Message, frozen=True):
-    """Tell how a lease should be valued while idle: is anybody attached to its session."""
+    """Tell how a lease should be valued while idle: is anybody attached to its session. It may be open or not yet."""
 
     lease: LeaseId
     attached: bool

@@ -27,6 +27,10 @@ from chatd.engine.scheduler import Scheduler
 from chatd.kvcache.leases import Lease, LeaseState
 
 STATS_INTERVAL_S = 1.0
+
+LEASE_ROW_INTERVAL_S = 50e-6
+"""Frames with a row per lease come no more often than this for each of them: they take a few percent of the time."""
+
 _RATE_WINDOW_S = 5.0
 _NO_COUNTS = TenantCounts()
 
@@ -88,6 +92,7 @@ class Reporter:
         if num_output:
             self._output.append((now, num_output))
             self._num_output += num_output
+        self._forget_output(now)
 
     def due(self, now: float, *, planned: bool) -> list[EngineMessage]:
         """Return the messages that are due; places in queues only after a plan, which may have emptied them."""
@@ -95,7 +100,7 @@ class Reporter:
         if planned and now - self._waiting_at >= self._waiting_interval_s and self._scheduler.waiting:
             self._waiting_at = now
             messages += self._waiting()
-        if self._frame_changed and 0 < self._watch.interval_s <= now - self._frame_at:
+        if self._frame_changed and 0 < self._frame_interval_s() <= now - self._frame_at:
             self._frame_at, self._frame_changed = now, False
             messages.append(self.frame(now))
         if self._stats_changed and now - self._stats_at >= STATS_INTERVAL_S:
@@ -107,7 +112,7 @@ class Reporter:
         """Return when `due` will have something although nothing happens before, or None."""
         times = []
         if self._frame_changed and self._watch.interval_s > 0:
-            times.append(self._frame_at + self._watch.interval_s)
+            times.append(self._frame_at + self._frame_interval_s())
         if self._stats_changed:
             times.append(self._stats_at + STATS_INTERVAL_S)
         return min(times, default=None)
@@ -145,8 +150,7 @@ class Reporter:
         """Return the pool as it is between two steps."""
         scheduler, watch = self._scheduler, self._watch
         pool = scheduler.kv.pool
-        while self._output and self._output[0][0] <= now - _RATE_WINDOW_S:
-            self._num_output -= self._output.popleft()[1]
+        self._forget_output(now)
         return PoolFrame(
             step=scheduler.step,
             num_blocks=pool.num_blocks,
@@ -163,6 +167,16 @@ class Reporter:
             states=bytes(pool.states) if watch.with_map else b"",
             owners=_little_endian(pool.owners) if watch.with_map else b"",
         )
+
+    def _frame_interval_s(self) -> float:
+        watch = self._watch
+        if not watch.with_leases or watch.interval_s <= 0:
+            return watch.interval_s
+        return max(watch.interval_s, LEASE_ROW_INTERVAL_S * len(self._scheduler.leases))
+
+    def _forget_output(self, now: float) -> None:
+        while self._output and self._output[0][0] <= now - _RATE_WINDOW_S:
+            self._num_output -= self._output.popleft()[1]
 
     def _tenants(self) -> list[TenantPool]:
         scheduler = self._scheduler

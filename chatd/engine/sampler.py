@@ -29,6 +29,9 @@ MAX_HISTORIES = 1024
 # a few hundred values are sorted instead of the vocabulary; where it does not, the next range is tried, then all.
 _MARGINS = (6.0, 14.0, np.inf)
 
+# What is colder is as good as greedy, and would be 0 in float32.
+_MIN_TEMPERATURE = 1e-30
+
 # Bins of scores for top-p; what is less likely than e^-128 of the likeliest shares the last one.
 _BINS_PER_NAT = 16
 _NUM_BINS = 2048
@@ -207,7 +210,7 @@ def candidates(logits: FloatRow, params: SamplingParams) -> tuple[Ids | None, Fl
         Tokens that tie with the last one of top-k all stay; of those that tie at the edge of top-p, the lowest ids do.
     """
     # The maximum is taken off before the division, so that no temperature overflows.
-    scores = (logits - logits.max()) / np.float32(params.temperature)
+    scores = (logits - logits.max()) / np.float32(max(params.temperature, _MIN_TEMPERATURE))
     ids: Ids | None = None
     if 0 < params.top_k < len(scores):
         ids = _top_k(scores, params.top_k)

@@ -396,14 +396,19 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
         self.counters.leave(request.tenant)
-        held, shared = self.kv.count_blocks(request.lease.table) if request.keep_lease else (0, 0)
+        lease, num_output = request.lease, request.num_output_tokens
+        if request.keep_lease:
+            self.leases.set_idle(lease)
+        else:
+            self.leases.close(lease)
+        held, shared = self.kv.count_blocks(lease.table)
         self.outbox.append(
             Done(
                 request.request_id,
                 reason,
                 request.num_prompt_tokens,
                 request.num_cached_tokens,
-                request.num_output_tokens,
+                num_output,
                 request.timings(now),
                 error_code,
                 error_message,
@@ -411,11 +416,7 @@ class Scheduler:
                 shared,
             )
         )
-        self._note("end", request, list(FinishReason).index(reason), request.num_output_tokens)
-        if request.keep_lease:
-            self.leases.set_idle(request.lease)
-        else:
-            self.leases.close(request.lease)
+        self._note("end", request, list(FinishReason).index(reason), num_output)
 
     def _is_under_block_share(self, request: Request) -> bool:
         pool = self.kv.pool

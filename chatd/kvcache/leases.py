@@ -44,9 +44,10 @@ class Lease:
         state: Whether it can be reclaimed, and how early.
         attached: Whether idle means `ATTACHED`.
         is_told_lost: Its owner was told that most of its KV is gone.
+        trim_to: It is cut to this length when its turn ends.
     """
 
-    __slots__ = ("attached", "is_told_lost", "lease_id", "state", "table", "tenant", "token_ids")
+    __slots__ = ("attached", "is_told_lost", "lease_id", "state", "table", "tenant", "token_ids", "trim_to")
 
     def __init__(self, lease_id: int, tenant: str | None, table: BlockTable) -> None:
         self.lease_id = lease_id
@@ -56,6 +57,7 @@ class Lease:
         self.state = LeaseState.ACTIVE
         self.attached = False
         self.is_told_lost = False
+        self.trim_to: int | None = None
 
 
 class LeaseTable:
@@ -84,6 +86,8 @@ class LeaseTable:
             state: {} for state in _RECLAIMABLE
         }
         self._idle: OrderedDict[int, Lease] = OrderedDict()
+        # Ids whose sessions somebody looks at, open or not; the longest known first.
+        self._attached: dict[int, None] = {}
         self.shrunk: dict[int, Lease] = {}
         self.used: dict[int, Lease] = {}
         self.num_tokens = 0
@@ -105,6 +109,7 @@ class LeaseTable:
         if len(self._leases) >= self._max_leases and not self._forget_one():
             return None
         lease = Lease(lease_id, tenant, self._manager.open_table(tenant))
+        lease.attached = lease_id in self._attached
         self._leases[lease_id] = lease
         return lease
 
@@ -175,14 +180,24 @@ class LeaseTable:
 
     def set_idle(self, lease: Lease) -> None:
         """End a turn: the lease keeps its blocks until somebody needs them more."""
+        if lease.trim_to is not None:
+            self.trim(lease, lease.trim_to)
+            lease.trim_to = None
         self.used[lease.lease_id] = lease
         self.set_state(lease, LeaseState.ATTACHED if lease.attached else LeaseState.IDLE)
 
-    def set_attached(self, lease: Lease, attached: bool) -> None:
-        """Note whether somebody looks at a lease's session."""
-        lease.attached = attached
-        if lease.state in (LeaseState.IDLE, LeaseState.ATTACHED):
-            self.set_idle(lease)
+    def set_attached(self, lease_id: int, attached: bool) -> None:
+        """Note whether somebody looks at a lease's session, also for one that is not open, or will be again."""
+        self._attached.pop(lease_id, None)
+        if attached:
+            self._attached[lease_id] = None
+            if len(self._attached) > self._max_leases:
+                del self._attached[next(iter(self._attached))]
+        lease = self._leases.get(lease_id)
+        if lease is not None:
+            lease.attached = attached
+            if lease.state in (LeaseState.IDLE, LeaseState.ATTACHED):
+                self.set_idle(lease)
 
     def drop_all(self) -> None:
         """Start over after the manager was given an empty pool: every lease keeps its ids, none has blocks."""

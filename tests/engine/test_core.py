@@ -25,7 +25,9 @@ from chatd.engine.messages import (
     Trim,
     WatchPool,
 )
+from chatd.engine.sampling import SamplingParams
 from chatd.errors import ConfigError
+from chatd.kvcache.leases import LeaseState
 from chatd.kvcache.prefix_index import PrefixIndex
 from chatd.testing import EngineHarness, chains_of, engine_config, sampling_params
 
@@ -44,6 +46,9 @@ def answer(engine, token_ids, number):
     for _ in range(number):
         ids.append(engine.runner.next_token(chains_of(ids)[-1]))
     return ids[len(token_ids) :]
+
+
+ANSWER = tuple(answer(harness(), prompt(10), 5))
 
 
 # Turns on a lease.
@@ -170,16 +175,50 @@ def test_a_fork_of_what_is_not_there_is_a_lost_lease_later():
     assert engine.length(5) == 18
 
 
-def test_trim_cuts_an_idle_lease_and_leaves_a_busy_one():
+def test_trim_cuts_an_idle_lease_at_once_and_a_busy_one_at_the_end_of_its_turn():
     engine = harness()
     engine.generate(1, prompt(10), lease=5)
     engine.send(Trim(5, 6))
     assert engine.length(5) == 6
-    engine.submit(2, prompt(4), lease=5, base_len=6)
-    engine.send(Trim(5, 1))
+    engine.submit(2, prompt(4), lease=5, base_len=6, params=sampling_params(3))
+    engine.send(Trim(5, 8))
+    engine.send(Trim(5, 9))
     assert engine.length(5) == 10
     engine.send(Trim(77, 1))
     engine.run()
+    assert engine.done[2].num_output_tokens == 3
+    assert engine.length(5) == 8
+    engine.core.check_invariants()
+    engine.generate(3, prompt(4), lease=5, base_len=8, params=sampling_params(3))
+    assert engine.length(5) == 15
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_trim_of_a_request_that_is_cancelled_takes_effect_in_any_state(steps):
+    engine = harness(max_num_batched_tokens=8)
+    engine.submit(1, prompt(30), lease=5, params=sampling_params(40))
+    engine.step(steps)
+    engine.send(Trim(5, 3))
+    engine.send(Cancel(1))
+    assert engine.length(5) == 3
+    engine.core.check_invariants()
+
+
+def test_sampling_parameters_out_of_range_are_refused_and_change_nothing():
+    engine = harness()
+    engine.generate(1, prompt(10), lease=5)
+    for request, params in enumerate(
+        (
+            SamplingParams(max_tokens=0),
+            SamplingParams(max_tokens=4, temperature=float("nan")),
+            SamplingParams(max_tokens=4, stop_token_ids=(-1,)),
+            SamplingParams(max_tokens=4, logit_bias=((2**40, 1.0),)),
+        ),
+        start=2,
+    ):
+        engine.submit(request, prompt(3), lease=5, base_len=4, params=params)
+        assert engine.done[request].error_code == "invalid_request"
+    assert engine.length(5) == 18
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
@@ -247,9 +286,9 @@ def test_release_ends_what_runs_on_the_lease():
     [
         ({"max_tokens": 3}, FinishReason.MAX_OUTPUT_TOKENS, 3),
         ({"max_tokens": 500}, FinishReason.CONTEXT, 118),
-        ({"max_tokens": 500, "stop_token_ids": tuple(range(97))}, FinishReason.STOP, 1),
-        ({"max_tokens": 500, "stop_token_ids": tuple(range(97)), "min_tokens": 4}, FinishReason.STOP, 5),
-        ({"max_tokens": 4, "stop_token_ids": tuple(range(97)), "ignore_eos": True}, FinishReason.MAX_OUTPUT_TOKENS, 4),
+        ({"max_tokens": 500, "stop_token_ids": ANSWER}, FinishReason.STOP, 1),
+        ({"max_tokens": 500, "stop_token_ids": ANSWER, "min_tokens": 4}, FinishReason.STOP, 5),
+        ({"max_tokens": 4, "stop_token_ids": ANSWER, "ignore_eos": True}, FinishReason.MAX_OUTPUT_TOKENS, 4),
     ],
 )
 def test_an_answer_ends_for_one_reason(params, reason, number):
@@ -453,6 +492,42 @@ def test_a_lease_whose_session_is_looked_at_goes_later():
     engine.generate(3, prompt(40, 3), lease=7, params=sampling_params(1))
     assert engine.core.leases.get(5).table.num_computed_tokens == 30
     assert engine.core.leases.get(6).table.num_computed_tokens < 30
+
+
+def test_who_looks_at_a_session_is_known_before_its_lease_opens_and_after_it_was_forgotten():
+    engine = harness(max_leases=2)
+    engine.send(Retain(5, True))
+    engine.generate(1, prompt(8, 1), lease=5)
+    assert engine.core.leases.get(5).state is LeaseState.ATTACHED
+    engine.generate(2, prompt(8, 2), lease=6)
+    engine.generate(3, prompt(8, 3), lease=7)
+    assert engine.core.leases.get(5) is None
+    engine.generate(4, prompt(8, 1), lease=5)
+    assert engine.core.leases.get(5).state is LeaseState.ATTACHED
+    engine.send(Release(5))
+    engine.generate(5, prompt(8, 1), lease=5)
+    assert engine.core.leases.get(5).state is LeaseState.IDLE
+    for lease in range(100, 110):
+        engine.send(Retain(lease, True))
+    assert len(engine.core.leases._attached) == 2
+
+
+def test_idle_checks_end_and_begin_again_after_the_next_message():
+    engine = harness(num_blocks=5000)
+    engine.generate(1, prompt(8, 1), lease=5)
+    num_slices = 0
+    while not engine.core.is_checked:
+        engine.core.idle(1.0)
+        num_slices += 1
+    assert num_slices > 2
+    engine.send(Retain(5, True))
+    assert not engine.core.is_checked
+
+
+def test_output_rates_are_forgotten_though_nobody_watches():
+    engine = EngineHarness(engine_config(max_model_len=512), runner_options={"cost": CostParameters(0.03, 0.0, 0.0)})
+    engine.generate(1, prompt(10), params=sampling_params(450))
+    assert len(engine.core._reporter._output) < 200
 
 
 def test_frames_come_no_more_often_than_asked_for_and_the_last_state_is_told_when_idle():

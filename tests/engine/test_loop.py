@@ -31,6 +31,7 @@ class ScriptedCore:
     def __init__(self):
         self.has_work = False
         self.is_shutting_down = False
+        self.is_checked = True
         self.calls = []
         self.says = []
         self.due = None
@@ -96,16 +97,21 @@ def test_a_step_that_says_nothing_is_not_tried_again_at_once(rig):
     assert rig.turn() > 0.0
 
 
-def test_an_idle_engine_checks_itself_for_a_while_and_then_sleeps(rig):
-    assert rig.turn() == loop_module.SLICE_INTERVAL_S
-    rig.clock.advance(loop_module.CHECKING_S)
+def test_an_idle_engine_checks_everything_collects_and_then_sleeps(rig):
+    rig.core.is_checked = False
+    for _ in range(1000):
+        rig.clock.advance(0.01)
+        assert rig.turn() == loop_module.SLICE_INTERVAL_S
+    rig.core.is_checked = True
     assert rig.turn() is None
     rig.core.due = rig.clock.now + 0.75
     assert rig.turn() == pytest.approx(0.75)
     rig.core.has_work = True
     rig.turn()
-    rig.core.has_work = False
-    assert rig.turn() == loop_module.SLICE_INTERVAL_S
+    rig.core.has_work, rig.core.due = False, None
+    assert rig.turn() == pytest.approx(loop_module.COLLECT_AFTER_S)
+    rig.clock.advance(loop_module.COLLECT_AFTER_S)
+    assert rig.turn() is None
 
 
 def test_garbage_is_collected_once_when_idle_and_never_between_steps(rig, monkeypatch):

@@ -42,6 +42,13 @@ def test_greedy_takes_the_likeliest_token_and_the_lowest_id_of_equal_ones():
     assert out.tokens == {0: int(logits[0].argmax()), 1: 17, 2: int(logits[2].argmax())}
 
 
+@pytest.mark.parametrize("temperature", [1e-20, 1e-40, 1e-50, 5e-324])
+@pytest.mark.parametrize("fields", [{}, {"top_p": 0.5}, {"top_k": 5, "min_p": 0.1}])
+def test_the_coldest_draws_are_greedy(temperature, fields):
+    logits = logits_of(1)
+    assert draw(logits, spec(temperature=temperature, **fields)).tokens == {0: int(logits[0].argmax())}
+
+
 @pytest.mark.parametrize(
     ("fields", "processors"),
     [
