@@ -34,6 +34,8 @@ from chatd_kernels.rms_norm import rms_norm
 from chatd_kernels.rope_kv_write import rope_kv_write
 from chatd_kernels.silu_mul import silu_mul
 
+from chatd.config import cache_dir
+
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY, BLOCK = 30, 576, 9, 3, 64, 1536, 49152, 16
 LINEARS = ((960, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
 """(outputs, inputs) of a layer's four linear layers: QKV, output, gate and up, down."""
@@ -173,7 +175,8 @@ def start_figures(is_cold: bool) -> Figures:
     """Seconds of a fresh process to import torch, to import the kernels, and to have all of them ready."""
     program = (
         "import time; a = time.perf_counter(); import torch; b = time.perf_counter(); "
-        "from chatd_kernels import runtime; c = time.perf_counter(); n = runtime.warm_up(); d = time.perf_counter(); "
+        "from chatd_kernels import runtime; from chatd.config import cache_dir; runtime.set_cache_root(cache_dir()); "
+        "c = time.perf_counter(); n = runtime.warm_up(); d = time.perf_counter(); "
         "print(b - a, c - b, d - c, n)"
     )
     figures: Figures = {}
@@ -211,6 +214,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--cold", action="store_true", help="also measure a start that compiles everything")
     parser.add_argument("--batches", default="1,2,4,8,16,32,64,256", help="rows of the linear layers")
     options = parser.parse_args(arguments)
+    runtime.set_cache_root(cache_dir())
     runtime.set_num_threads(options.threads or runtime.available_threads())
     runtime.warm_up()
     batches = [int(batch) for batch in options.batches.split(",")]

@@ -14,6 +14,7 @@ import torch
 from chatd_kernels import runtime
 from chatd_kernels.kv_cache import KVCache, KVCacheLayout
 
+from chatd.config import cache_dir
 from chatd.engine.cgroup import MemoryRoom, available_cpus, memory_room
 from chatd.engine.core import EngineConfig, EngineCore, TenantLimits
 from chatd.engine.memory import PoolSize, size_pool
@@ -116,6 +117,7 @@ def load_model(options: EngineOptions, report: Report, room: Callable[[], Memory
     num_threads = options.num_threads or available_cpus()
     runtime.set_num_threads(num_threads)
     # Kernels come from the cache, or the compiler, while the weights come from the disk.
+    runtime.set_cache_root(cache_dir())
     kernels = _KernelWarmUp()
     decoder = load_decoder(
         Path(options.model_path),

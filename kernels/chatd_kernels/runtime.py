@@ -12,7 +12,8 @@ Idle OpenMP threads spin, and on a shared machine that makes a step ten times sl
 process sets OMP_WAIT_POLICY=PASSIVE in its environment: libgomp reads it when it is loaded, that is before torch is
 imported, so it is too late to set it here.
 
-Compiled code is kept in the user's cache folder, under a digest of this package's source; numba keys it by CPU inside.
+Compiled code is kept in a cache folder (`set_cache_root`), under a digest of this package's source; numba keys it by
+CPU inside.
 """
 
 from __future__ import annotations
@@ -279,13 +280,23 @@ def warm_up(progress: Callable[[str, int, int], None] | None = None) -> int:
     return compiled
 
 
+class _Cache:
+    """Where compiled kernels are kept; `chatd` in the user's cache folder where nobody said."""
+
+    root: Path | None = None
+
+
+def set_cache_root(folder: Path) -> None:
+    """Keep compiled kernels in this folder from now on; call it before a kernel is needed."""
+    _Cache.root = folder
+    cache_folder.cache_clear()
+
+
 @cache
 def cache_folder() -> Path | None:
     """The folder of compiled kernels for this source and these compilers, made if needed; None if it cannot be."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    if sys.platform == "darwin":
-        base = "~/Library/Caches"
-    folder = Path(base).expanduser() / "chatd" / "kernels" / _source_digest()
+    root = _Cache.root or Path.home() / ".cache" / "chatd"
+    folder = root / "kernels" / _source_digest()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:

@@ -79,6 +79,18 @@ def test_a_second_process_compiles_nothing() -> None:
     assert result.stdout.strip() == "0"
 
 
+def test_compiled_kernels_are_kept_where_the_process_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime._Cache, "root", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
+    runtime.cache_folder.cache_clear()
+    before = runtime.cache_folder()
+    assert before is not None
+    assert before.parent == Path.home() / ".cache" / "chatd" / "kernels"
+    runtime.set_cache_root(tmp_path)
+    assert runtime.cache_folder() == tmp_path / "kernels" / before.name
+    runtime.cache_folder.cache_clear()
+
+
 def test_an_unknown_device_is_refused_by_name() -> None:
     with pytest.raises(NotImplementedError, match="rms_norm has no kernel for device type 'meta'"):
         launcher("rms_norm", "meta")
