@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -185,9 +185,8 @@ def chat(
     if config is not None:
         arguments += ["--config", str(config)]
     with LocalDaemon(private_url(settings.server.port), arguments) as daemon:
-        with _progress_bar() as progress:
-            task = progress.add_task("starting", total=1.0)
-            daemon.wait_ready(lambda phase, done: progress.update(task, description=phase, completed=done))
+        with _phases_shown() as show:
+            daemon.wait_ready(show)
         run_app(daemon.url, daemon.key)
 
 
@@ -306,22 +305,26 @@ def _resolve_with_progress(model: str) -> Any:
         raise EnvironmentProblem(
             f"the server is not installed ({error.name} is missing)", hint='pip install "chatd[server]"'
         ) from None
-    with _progress_bar() as progress:
-        tasks: dict[str, TaskID] = {}
-
-        def show(phase: str, done: float) -> None:
-            if phase not in tasks:
-                tasks[phase] = progress.add_task(phase, total=1.0)
-            progress.update(tasks[phase], completed=done)
-
+    with _phases_shown() as show:
         return resolve(model, progress=show)
 
 
 @contextmanager
-def _progress_bar() -> Iterator[Progress]:
-    columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+def _phases_shown() -> Iterator[Callable[[str, float], None]]:
+    """Show each phase on a line of its own; a phase is over when the next one begins."""
+    description = TextColumn("{task.description}", markup=False)
+    columns = (SpinnerColumn(finished_text="✓"), description, BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=notices) as progress:
-        yield progress
+        tasks: dict[str, TaskID] = {}
+
+        def show(phase: str, done: float) -> None:
+            if phase not in tasks:
+                for task in tasks.values():
+                    progress.update(task, completed=1.0)
+                tasks[phase] = progress.add_task(phase, total=1.0)
+            progress.update(tasks[phase], completed=done)
+
+        yield show
 
 
 def _end_with_stdin() -> None:

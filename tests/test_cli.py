@@ -1,5 +1,6 @@
 """The commands: what they print, how they refuse, and with which exit code."""
 
+import io
 import json
 import os
 import re
@@ -10,7 +11,9 @@ from typing import ClassVar
 
 import jsonschema
 import pytest
+from rich.console import Console
 
+from chatd import cli
 from chatd.cli import chat
 
 PYTHON = [sys.executable, "-m", "chatd.cli"]
@@ -168,3 +171,17 @@ def test_chat_joins_a_daemon_that_runs(chats: list[tuple[str, str | None]], monk
     chat(None, None, None)
     assert chats == [("http://127.0.0.1:9", "ck_of_the_team")]
     assert OwnDaemon.started == []
+
+
+def test_a_phase_is_over_when_the_next_one_begins() -> None:
+    terminal = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "notices", Console(file=terminal, width=80, force_terminal=True))
+        with cli._phases_shown() as show:
+            show("loading [weights]", 0.4)
+            show("compiling kernels", 0.3)
+    lines = terminal.getvalue().splitlines()
+    loading = [line for line in lines if "loading [weights]" in line]
+    compiling = [line for line in lines if "compiling kernels" in line]
+    assert "✓" in loading[-1]
+    assert "✓" not in compiling[-1]
