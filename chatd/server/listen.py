@@ -33,6 +33,8 @@ MAX_HTTP_CONNECTIONS = 2048
 
 MAX_HEADER_BYTES = 32 * 1024
 SHUTDOWN_TIMEOUT_S = 3
+TICK_S = 0.1
+"""uvicorn counts on ten ticks a second: it renews the Date header at every tenth."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -181,6 +183,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._drain = drain
         self._loop = asyncio.get_running_loop()
+        self._asked = asyncio.Event()
         self._forced = asyncio.Event()
         self._on_started = on_started
         self._handle_signals = handle_signals
@@ -193,6 +196,20 @@ class Server(uvicorn.Server):
             listener.listen(BACKLOG)
         if self.started and self._on_started is not None:
             self._on_started()
+
+    def stop(self) -> None:
+        """Ask it to drain and stop."""
+        self.should_exit = True
+        self._asked.set()
+
+    async def main_loop(self) -> None:
+        """Serve until asked to stop, and notice that at once."""
+        counter = 0
+        while not await self.on_tick(counter):
+            counter += 1
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._asked.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain, then close every connection."""
@@ -210,6 +227,7 @@ class Server(uvicorn.Server):
             self.force_exit = True
             self._loop.call_soon_threadsafe(self._forced.set)
         self.should_exit = True
+        self._loop.call_soon_threadsafe(self._asked.set)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -119,7 +119,7 @@ async def serve_async(
         except BaseException as error:
             failure.append(error)
             daemon.fail(startup_reason(error))
-            server.should_exit = True
+            server.stop()
             return
         model = daemon.manager.model.id
         logger.info("server.ready", url=url, model=model, version=daemon.version)
@@ -128,7 +128,7 @@ async def serve_async(
 
     async def stop_when_set(event: asyncio.Event) -> None:
         await event.wait()
-        server.should_exit = True
+        server.stop()
 
     tasks = [asyncio.create_task(load(), name="load"), asyncio.create_task(daemon.watch_keys(), name="keys")]
     if stop is not None:
