@@ -25,6 +25,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
+
+from chatd.config import cache_dir
 from chatd_kernels import runtime
 from chatd_kernels.copy_blocks import copy_blocks
 from chatd_kernels.kv_cache import KVCache, allocate_kv_cache
@@ -33,8 +35,6 @@ from chatd_kernels.paged_attention import AttentionMetadata, build_metadata, pag
 from chatd_kernels.rms_norm import rms_norm
 from chatd_kernels.rope_kv_write import rope_kv_write
 from chatd_kernels.silu_mul import silu_mul
-
-from chatd.config import cache_dir
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY, BLOCK = 30, 576, 9, 3, 64, 1536, 49152, 16
 LINEARS = ((960, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from chatd_kernels.kv_cache import KVCacheLayout
-from chatd_kernels.paged_attention import build_metadata
 
 from chatd.engine.plan import BlockId, Plan, RequestId
 from chatd.models.attention import ForwardInput
+from chatd_kernels.kv_cache import KVCacheLayout
+from chatd_kernels.paged_attention import build_metadata
 
 _FIRST_CAPACITY = 32
 

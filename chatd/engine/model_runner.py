@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from chatd_kernels.copy_blocks import copy_blocks
-
 from chatd.engine.input_batch import InputBatch
 from chatd.engine.plan import Plan, StepOutput
 from chatd.engine.sampler import Sampled, Sampler
 from chatd.models.decoder import Decoder
+from chatd_kernels.copy_blocks import copy_blocks
 
 
 class ModelRunner:

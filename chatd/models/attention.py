@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+
 from chatd_kernels.paged_attention import paged_attention
 from chatd_kernels.rope_kv_write import rope_kv_write
 
 if TYPE_CHECKING:
+    from chatd.models.quantization import PackedLinear
     from chatd_kernels.kv_cache import KVCache
     from chatd_kernels.paged_attention import AttentionMetadata
-
-    from chatd.models.quantization import PackedLinear
 
 
 @dataclass(frozen=True, slots=True)

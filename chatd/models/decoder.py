@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from chatd_kernels.rms_norm import rms_norm
 
 from chatd.models.attention import Attention, AttentionScratch, ForwardInput, RotaryTables
 from chatd.models.layers import GatedMLP, rotary_tables
+from chatd_kernels.rms_norm import rms_norm
 
 if TYPE_CHECKING:
-    from chatd_kernels.kv_cache import KVCache
-
     from chatd.models.model_config import DecoderConfig
     from chatd.models.quantization import PackedLinear
+    from chatd_kernels.kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)

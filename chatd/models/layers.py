@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from chatd_kernels.silu_mul import silu_mul
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import get_args
 
 import torch
-from chatd_kernels.linear import PackedWeight, WeightFormat, linear
-from chatd_kernels.linear import pack_linear as pack_weight
 
 from chatd.errors import ConfigError
+from chatd_kernels.linear import PackedWeight, WeightFormat, linear
+from chatd_kernels.linear import pack_linear as pack_weight
 
 FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 """Formats that `pack_linear` knows."""

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+
 from chatd_kernels import runtime
 from chatd_kernels.paged_attention import build_metadata
 from chatd_kernels.testing import Paged, make_paged

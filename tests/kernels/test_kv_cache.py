@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from chatd_kernels.copy_blocks import copy_blocks
 from chatd_kernels.copy_blocks.reference import copy_blocks as reference
 from chatd_kernels.kv_cache import KVCacheLayout, allocate_kv_cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from chatd_kernels.linear import PackedWeight, WeightFormat, linear, pack_linear
 from chatd_kernels.linear.cpu import largest_activation
 from chatd_kernels.linear.reference import linear as reference

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from chatd_kernels.paged_attention import build_metadata, paged_attention
 from chatd_kernels.paged_attention.reference import paged_attention as reference
 from chatd_kernels.testing import Conversation, Paged, make_paged

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from chatd_kernels.rms_norm import rms_norm
 from chatd_kernels.rms_norm.reference import rms_norm as reference
 

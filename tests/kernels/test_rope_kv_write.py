@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from chatd_kernels.kv_cache import KVCache, allocate_kv_cache
 from chatd_kernels.rope_kv_write import rope_kv_write
 from chatd_kernels.rope_kv_write.reference import rope_kv_write as reference

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from chatd_kernels import runtime
 from chatd_kernels.dispatch import launcher
 from chatd_kernels.jit import jit

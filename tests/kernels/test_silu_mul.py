@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from chatd_kernels.silu_mul import gelu_tanh_mul, silu_mul
 from torch.nn import functional
+
+from chatd_kernels.silu_mul import gelu_tanh_mul, silu_mul
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 70])

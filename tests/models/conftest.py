@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from chatd_kernels.kv_cache import allocate_kv_cache
-from chatd_kernels.paged_attention import build_metadata
 from safetensors.numpy import save_file
 
 from chatd.models.attention import ForwardInput
 from chatd.models.decoder import Decoder
 from chatd.models.registry import ModelFiles, resolve
+from chatd_kernels.kv_cache import allocate_kv_cache
+from chatd_kernels.paged_attention import build_metadata
 
 TINY_CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from chatd.models.quantization import PackedLinear
 
 from chatd.models.decoder import Decoder
 from chatd.models.loader import load_decoder
+from chatd.models.quantization import PackedLinear
 
 from .conftest import PagedDecoder
 

@@ -8,9 +8,9 @@ import termios
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
-from chatd_tui.app import ChatApp
 
 from chatd.bench.scripted_daemon import Script, ScriptedDaemon
+from chatd_tui.app import ChatApp
 
 WaitUntil = Callable[[Callable[[], bool]], Awaitable[None]]
 

@@ -5,6 +5,9 @@ import sys
 from itertools import product
 
 import pytest
+
+from chatd import protocol as p
+from chatd.bench.scripted_daemon import Script, ScriptedDaemon
 from chatd_tui.app import ChatApp
 from chatd_tui.clean import clean, clean_line
 from chatd_tui.messages import LinkChosen
@@ -14,9 +17,6 @@ from chatd_tui.widgets.answer import AnswerMessage
 from chatd_tui.widgets.markdown_view import MarkdownView
 from chatd_tui.widgets.status import StatusView, TitleView
 from chatd_tui.widgets.transcript import UserMessage
-
-from chatd import protocol as p
-from chatd.bench.scripted_daemon import Script, ScriptedDaemon
 
 MARK = "QXJ"
 """Follows each control in the corpus; nothing that the client draws may have that control right before it."""

@@ -1,10 +1,11 @@
 import pytest
-from chatd_tui.highlighting import Highlighter
-from chatd_tui.markdown_lines import LONG_BLOCK, make_parser, render, split_growing
-from chatd_tui.widgets.markdown_view import MarkdownView
 from hypothesis import given
 from hypothesis import strategies as st
 from textual.content import Content
+
+from chatd_tui.highlighting import Highlighter
+from chatd_tui.markdown_lines import LONG_BLOCK, make_parser, render, split_growing
+from chatd_tui.widgets.markdown_view import MarkdownView
 
 SOURCE = """\
 # Title

@@ -1,6 +1,7 @@
-from chatd_tui.markdown_stream import FenceSplitter
 from hypothesis import given
 from hypothesis import strategies as st
+
+from chatd_tui.markdown_stream import FenceSplitter
 
 FENCED = "Look:\n\n```python\nx = 1\n```\nDone `x`.\n"
 LINES = st.sampled_from(

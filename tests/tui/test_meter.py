@@ -1,4 +1,5 @@
 import pytest
+
 from chatd_tui.views import MeterView, duration_ms, percent, rate, short_number
 from chatd_tui.widgets.meter import bar, meter_line
 

@@ -1,12 +1,12 @@
 import random
 
 import pytest
-from chatd_tui.screens.pool import PoolHistory, session_table, totals_line
-from chatd_tui.widgets.pool_map import GLYPHS, MapLayout, cell_state, cells_for, map_layout, map_rows
-from chatd_tui.widgets.sparkline import spark
 
 from chatd import protocol as p
 from chatd.client_pool import PoolState, apply_frame
+from chatd_tui.screens.pool import PoolHistory, session_table, totals_line
+from chatd_tui.widgets.pool_map import GLYPHS, MapLayout, cell_state, cells_for, map_layout, map_rows
+from chatd_tui.widgets.sparkline import spark
 
 TOTALS = p.PoolTotals(
     blocks=256, free=100, cached=60, active=96, shared=16, evictions=3, hit_rate=0.5, tok_s=9.0, running=1, waiting=0

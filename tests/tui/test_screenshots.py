@@ -5,14 +5,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from chatd_tui.app import ChatApp
-from chatd_tui.messages import ConnectionChanged, PoolChanged, SessionNews, SessionsListed
-from chatd_tui.screens.pool import PoolScreen
-from chatd_tui.widgets.answer import AnswerMessage
 from textual.pilot import Pilot
 
 from chatd import protocol as p
 from chatd.client import CellMap, ConnectionPhase, ConnectionState, PoolState
+from chatd_tui.app import ChatApp
+from chatd_tui.messages import ConnectionChanged, PoolChanged, SessionNews, SessionsListed
+from chatd_tui.screens.pool import PoolScreen
+from chatd_tui.widgets.answer import AnswerMessage
 
 SIZES = [(80, 24), (120, 36), (44, 18)]
 ANSWER = """\

@@ -2,6 +2,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from textual.pilot import Pilot
+
+from chatd import protocol as p
+from chatd.bench.scripted_daemon import Script, ScriptedDaemon
+from chatd.errors import EngineError
 from chatd_tui.app import ChatApp
 from chatd_tui.messages import LinkChosen, SessionNews
 from chatd_tui.screens.help import HelpScreen, LinkScreen
@@ -14,11 +19,6 @@ from chatd_tui.widgets.session_list import SessionList
 from chatd_tui.widgets.status import StatusLine, StatusView, TitleBar
 from chatd_tui.widgets.transcript import SHOWN_ITEMS, Earlier, Transcript, UserMessage
 from chatd_tui.widgets.welcome import Welcome
-from textual.pilot import Pilot
-
-from chatd import protocol as p
-from chatd.bench.scripted_daemon import Script, ScriptedDaemon
-from chatd.errors import EngineError
 
 MakeApp = Callable[..., ChatApp]
 SIZE = (90, 30)

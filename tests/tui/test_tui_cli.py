@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import typer
-from chatd_tui import app as tui_app
-from chatd_tui import cli
 
 from chatd.bench.scripted_daemon import ScriptedDaemon
 from chatd.errors import EnvironmentProblem, InvalidRequest
+from chatd_tui import app as tui_app
+from chatd_tui import cli
 
 COMMAND = [sys.executable, "-m", "chatd_tui.cli"]
 NOBODY = "http://127.0.0.1:9"
