@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chatd_tui.screens.help import KEYS
-from chatd_tui.widgets.pool_map import GLYPHS
 
 from chatd import protocol as p
 from chatd.config import CLIENT_VARIABLES, Settings, leaves
@@ -22,6 +20,8 @@ from chatd.models.model_config import SUPPORTED_ARCHITECTURES, SUPPORTED_ROPE_TY
 from chatd.server import openai_schema
 from chatd.server.app import ROUTES
 from chatd.server.websocket import CAPS
+from chatd_tui.screens.help import KEYS
+from chatd_tui.widgets.pool_map import GLYPHS
 
 ROOT = Path(__file__).parent.parent
 PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))}

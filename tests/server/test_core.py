@@ -6,7 +6,7 @@ import random
 
 import httpx
 
-from chatd.client_pool import apply_frame
+from chatd.client.pool import apply_frame
 from chatd.engine.client import EngineState
 from chatd.protocol import (
     OutputTextDelta,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatd.client_pool import apply_frame
+from chatd.client.pool import apply_frame
 from chatd.engine.messages import LeaseId, LeasePool, PoolFrame, TenantPool, Tier, WatchPool
 from chatd.protocol import PoolDelta, PoolSnapshot, PoolSubscribe, PoolUnsubscribe, encode, pack_cells
 from chatd.server.auth import Principal

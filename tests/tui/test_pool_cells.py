@@ -6,7 +6,7 @@ import pytest
 
 from chatd import protocol as p
 from chatd.client import PoolState
-from chatd.client_pool import apply_frame
+from chatd.client.pool import apply_frame
 from chatd.engine.messages import Release, WatchPool
 from chatd.kvcache.block_pool import BlockPool
 from chatd.server.auth import Principal

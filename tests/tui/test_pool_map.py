@@ -3,7 +3,7 @@ import random
 import pytest
 
 from chatd import protocol as p
-from chatd.client_pool import PoolState, apply_frame
+from chatd.client.pool import PoolState, apply_frame
 from chatd_tui.screens.pool import PoolHistory, session_table, totals_line
 from chatd_tui.widgets.pool_map import GLYPHS, MapLayout, cell_state, cells_for, map_layout, map_rows
 from chatd_tui.widgets.sparkline import spark

@@ -1,7 +1,7 @@
 """The connection under a client: one socket that comes back, and the routing of what it brings.
 
 One task connects, reads and connects again. Each frame is applied without a pause, so that everybody sees events in
-the order they came in. What knows sessions' contents is `client_session`; what an app calls is `client`.
+the order they came in. What knows sessions' contents is `session`; what an app calls is `client`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from websockets.asyncio.client import connect as open_websocket
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 from websockets.typing import Subprotocol
 
-from chatd.client_errors import FATAL, error_from, error_of_close, error_of_connect
-from chatd.client_pool import PoolReader, PoolState, apply_frame, combined
-from chatd.client_session import Session
+from chatd.client.errors import FATAL, error_from, error_of_close, error_of_connect
+from chatd.client.pool import PoolReader, PoolState, apply_frame, combined
+from chatd.client.session import Session
 from chatd.config import check_key_transport
 from chatd.errors import ChatdError, EngineError, InvalidRequest, Unavailable
 from chatd.protocol import (

@@ -7,8 +7,8 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-from chatd.client_errors import error_from
-from chatd.client_queue import EventQueue
+from chatd.client.errors import error_from
+from chatd.client.queue import EventQueue
 from chatd.errors import ChatdError, EngineError, Unavailable
 from chatd.protocol import (
     AttachRole,
@@ -37,7 +37,7 @@ from chatd.protocol import (
 )
 
 if TYPE_CHECKING:
-    from chatd.client_link import Connection
+    from chatd.client.link import Connection
 
 _TRANSCRIPT = TranscriptEvent.__args__
 

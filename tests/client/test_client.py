@@ -13,8 +13,8 @@ import pytest
 from chatd import protocol as p
 from chatd.bench.scripted_daemon import Script, ScriptedDaemon, merged
 from chatd.client import Client, ConnectionPhase, ConnectionState, Turn, websocket_url
-from chatd.client_errors import error_from
-from chatd.client_queue import EventQueue
+from chatd.client.errors import error_from
+from chatd.client.queue import EventQueue
 from chatd.errors import (
     AuthenticationError,
     ChatdError,
@@ -612,7 +612,7 @@ def test_an_address_that_is_none_or_holds_a_key_is_refused(url: str) -> None:
 
 
 async def test_the_readmes_example_runs() -> None:
-    readme = Path(__file__).parents[1] / "README.md"
+    readme = Path(__file__).parents[2] / "README.md"
     (example,) = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
     async with ScriptedDaemon([Script(deltas=["Par", "is", "."])], key="k") as daemon:
         process = await asyncio.create_subprocess_exec(

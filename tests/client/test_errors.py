@@ -9,7 +9,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.http11 import Response
 
 from chatd import errors
-from chatd.client_errors import error_from, error_of_connect
+from chatd.client.errors import error_from, error_of_connect
 from chatd.errors import ChatdError, Unavailable
 from chatd.protocol import ErrorBody
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import msgspec
 
-from chatd.client_link import Connection, ConnectionPhase, ConnectionState, websocket_url
-from chatd.client_pool import CellMap, Detail, PoolReader, PoolState, combined
-from chatd.client_session import Session, Turn, new_id
+from chatd.client.link import Connection
+from chatd.client.pool import Detail, PoolReader, PoolState, combined
+from chatd.client.session import Session, new_id
 from chatd.errors import ChatdError
 from chatd.protocol import (
     AttachRole,
@@ -51,17 +51,6 @@ from chatd.protocol import (
     SessionUpdate,
     SessionUpdated,
 )
-
-__all__ = [
-    "CellMap",
-    "Client",
-    "ConnectionPhase",
-    "ConnectionState",
-    "PoolState",
-    "Session",
-    "Turn",
-    "websocket_url",
-]
 
 
 class Client(Connection):
