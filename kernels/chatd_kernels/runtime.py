@@ -174,6 +174,10 @@ def set_num_threads(count: int) -> None:
 # Compilation -------------------------------------------------------------------------------------
 
 
+# numba reads where to keep compiled code from a variable of the whole process.
+_compiling = threading.Lock()
+
+
 class Kernel:
     """A function `body(frame: int64) -> None`, compiled (or loaded from the cache) when first needed."""
 
@@ -191,13 +195,14 @@ class Kernel:
         with self._lock:
             if self._call is not None:
                 return
-            before = config.CACHE_DIR
-            folder = cache_folder()
-            config.CACHE_DIR = "" if folder is None else str(folder)
-            try:
-                compiled = cfunc(types.void(types.int64), cache=folder is not None, error_model="numpy")(self._body)
-            finally:
-                config.CACHE_DIR = before
+            with _compiling:
+                before = config.CACHE_DIR
+                folder = cache_folder() if _source_digest() == _SOURCE else None
+                config.CACHE_DIR = "" if folder is None else str(folder)
+                try:
+                    compiled = cfunc(types.void(types.int64), cache=folder is not None, error_model="numpy")(self._body)
+                finally:
+                    config.CACHE_DIR = before
             self._keep = compiled
             self.was_cached = compiled.cache_hits > 0
             self._address = compiled.address
@@ -296,7 +301,7 @@ def set_cache_root(folder: Path) -> None:
 def cache_folder() -> Path | None:
     """The folder of compiled kernels for this source and these compilers, made if needed; None if it cannot be."""
     root = _Cache.root or Path.home() / ".cache" / "chatd"
-    folder = root / "kernels" / _source_digest()
+    folder = root / "kernels" / _SOURCE
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -313,3 +318,7 @@ def _source_digest() -> str:
             continue
         digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+_SOURCE = _source_digest()
+"""Of what is imported, or will be if nobody changes it meanwhile; code of a source that was changed is not kept."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -111,3 +112,30 @@ def test_the_exponential_is_exact_to_three_in_ten_million() -> None:
     assert np.max(np.abs(out[:16_000] / exact - 1)) < 3e-7
     assert out[16_000:16_005].tolist() == [0.0, 0.0, 2.0**-126, 1.0, 2.0]
     assert np.isnan(out[-1])
+
+
+def test_code_of_a_source_that_changed_after_it_was_imported_is_not_kept(tmp_path: Path) -> None:
+    package = tmp_path / "chatd_kernels"
+    shutil.copytree(Path(runtime.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    module = package / "silu_mul" / "cpu.py"
+    command = (
+        "import sys, pathlib\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from chatd_kernels import runtime\n"
+        f"runtime.set_cache_root(pathlib.Path({str(tmp_path)!r}))\n"
+        "from chatd_kernels.silu_mul.cpu import silu_mul_rows as kernel\n"
+        "if len(sys.argv) > 1:\n"
+        "    path = pathlib.Path(sys.argv[1])\n"
+        "    path.write_text(path.read_text() + '# changed\\n')\n"
+        "kernel.prepare()\n"
+        "print(runtime.__file__, kernel.was_cached)\n"
+    )
+
+    def is_cached(*arguments: str) -> bool:
+        result = subprocess.run(
+            [sys.executable, "-c", command, *arguments], capture_output=True, text=True, check=True, timeout=100
+        )
+        assert result.stdout.startswith(str(package))
+        return result.stdout.endswith("True\n")
+
+    assert [is_cached(str(module)), is_cached(), is_cached()] == [False, False, True]
