@@ -640,6 +640,7 @@ def test_no_block_is_held_ahead_of_need():
             assert 0 <= slots - lease.table.num_computed_tokens < 4
 
 
+@pytest.mark.default_hash
 def test_hits_are_the_same_when_every_key_is_the_same():
     def cached(**options):
         engine = EngineHarness(engine_config(), core_options=options)

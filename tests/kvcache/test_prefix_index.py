@@ -84,6 +84,7 @@ def test_equal_namespaces_are_one():
     assert index.namespace_id(Namespace(*BASE, "acme")) == index.namespace_id(Namespace(*BASE, "acme"))
 
 
+@pytest.mark.default_hash
 def test_the_ninth_content_of_one_key_is_not_registered():
     index = PrefixIndex(constant_hash)
     acme = index.namespace_id(Namespace(*BASE, "acme"))
