@@ -145,7 +145,7 @@ class SessionSettings(_Section):
         description="Memory of one user's messages. Closed sessions are forgotten for it, the longest unused first.",
     )
     max_tokens: int | None = Field(
-        None, ge=1, description="Longest answer where a client names none; the rest of the context where absent."
+        None, ge=1, description="Longest answer that a client can have; the rest of the context where absent."
     )
     replay_events: int = Field(8192, ge=16, description="Events that a session keeps for clients that reconnect.")
     replay_bytes: int = Field(2**20, ge=2**12, description="Bytes of those events.")
