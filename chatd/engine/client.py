@@ -192,7 +192,8 @@ class EngineClient:
         """Send a message without waiting.
 
         While no engine serves, `Submit` and `Fork` are refused; the other messages are about what died with it, and
-        are dropped. The last `WatchPool` is repeated to each new process.
+        are dropped. An engine that takes nothing gets no more work, but is told all else. The last `WatchPool` is
+        repeated to each new process.
 
         Raises:
             Unavailable: No engine serves, or it does not take what was sent before.
@@ -206,7 +207,7 @@ class EngineClient:
                     f"the engine is {self._state} ({self._phase})", code="engine_unavailable", retry_after_ms=1000
                 )
             return
-        if process.unsent_bytes > MAX_UNSENT_BYTES:
+        if process.unsent_bytes > MAX_UNSENT_BYTES and isinstance(message, Submit | Fork):
             raise Unavailable("the engine takes no messages", code="engine_unavailable", retry_after_ms=1000)
         process.send(encode(message))
 

@@ -44,9 +44,14 @@ def slices(scheduler: Scheduler) -> Iterator[None]:
 def _steps(scheduler: Scheduler) -> Iterator[int]:
     pool, leases = scheduler.kv.pool, scheduler.leases
     expected = [0] * pool.num_blocks
+    num_idle = num_tokens = 0
     for lease in leases:
         _check_lease(scheduler, lease, expected)
-        yield len(lease.table.block_ids)
+        num_idle += lease.state in (LeaseState.IDLE, LeaseState.ATTACHED)
+        num_tokens += len(lease.token_ids)
+        yield len(lease.table.block_ids) + 4
+    assert leases.num_tokens == num_tokens, "the sum of the leases' ids is wrong"
+    assert num_idle + len(scheduler.requests) == len(leases), "a lease is neither idle nor in use"
     yield from _check_requests(scheduler, leases)
     yield from _check_blocks(pool, expected)
     yield from _check_queues(pool)
@@ -92,9 +97,6 @@ def _check_requests(scheduler: Scheduler, leases: LeaseTable) -> Iterator[int]:
         assert not is_running or request.num_remaining_tokens >= 1, f"I8: {request} has nothing to compute"
     busy = {request.lease.lease_id for request in scheduler.requests.values()}
     assert len(busy) == len(scheduler.requests), "two requests on one lease"
-    idle = sum(lease.state in (LeaseState.IDLE, LeaseState.ATTACHED) for lease in leases)
-    assert idle + len(busy) == len(leases), "a lease is neither idle nor in use"
-    assert leases.num_tokens == sum(len(lease.token_ids) for lease in leases), "the sum of the leases' ids is wrong"
     yield len(scheduler.requests)
 
 

@@ -95,6 +95,18 @@ async def test_messages_that_arrive_together_are_handed_over_together():
         assert sum(isinstance(batch[0], Tokens) for batch in inbox.batches) <= 2
 
 
+async def test_an_engine_that_takes_nothing_gets_no_more_work_but_is_told_what_ends(monkeypatch):
+    async with engine() as (client, inbox):
+        await client.start()
+        with monkeypatch.context() as patched:
+            patched.setattr(client_module, "MAX_UNSENT_BYTES", -1)
+            with pytest.raises(Unavailable, match="the engine takes no messages"):
+                client.send(submit(5, 1))
+            client.send(Cancel(1))
+        died = await inbox.wait_for(is_a(EngineDied))
+        assert died.exit_code == 7  # what the script does when it is told to cancel
+
+
 async def test_closing_leaves_no_process():
     async with engine() as (client, _):
         await client.start()

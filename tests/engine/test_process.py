@@ -12,7 +12,7 @@ import pytest
 from chatd.engine import process
 from chatd.engine.client import EngineClient, EngineDied
 from chatd.engine.messages import Done, FinishReason, LeaseLost, Loading, Ready, StartFailed, Submit, decode_engine
-from chatd.engine.options import EngineOptions, TenantShare
+from chatd.engine.options import STACKS_SIGNAL, EngineOptions, TenantShare
 from chatd.engine.pipe import EnginePipe, FrameReader
 from chatd.engine.sampling import SamplingParams
 
@@ -65,6 +65,13 @@ async def test_it_loads_serves_ignores_signals_is_replaced_and_leaves_nothing(ti
         done = await next_of(messages, Done, request=1)
         assert (done.reason, done.num_output_tokens) == (FinishReason.MAX_OUTPUT_TOKENS, 6)
 
+        os.kill(first, STACKS_SIGNAL)
+        async with asyncio.timeout(TIMEOUT_S):
+            while "in receive" not in log.read_text():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        client.send(submit(4, [5]))
+        await next_of(messages, Done, request=4)
+
         os.kill(first, signal.SIGKILL)
         await next_of(messages, EngineDied, exit_code=-9)
         await next_of(messages, Ready)
@@ -76,7 +83,7 @@ async def test_it_loads_serves_ignores_signals_is_replaced_and_leaves_nothing(ti
         second = psutil.Process(client.pid)
         await client.close()
         assert not second.is_running()
-    events = [json.loads(line) for line in log.read_text().splitlines()]
+    events = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
     assert [event["event"] for event in events] == ["engine.ready", "engine.ready"]
     assert {"logger", "level", "timestamp", "start_s"} <= events[0].keys()
 
