@@ -76,8 +76,8 @@ class Simulation(Witness):
         elif dice < 0.63 and len(self.sessions) < self.shape.max_sessions:
             session = rng.choice(self.sessions)
             self.fork(session, rng.randrange(len(session.token_ids) + 1))
-        elif dice < 0.68 and idle:
-            session = rng.choice(idle)
+        elif dice < 0.68:
+            session = rng.choice(self.sessions)
             self.trim(session, rng.randrange(len(session.token_ids) + 2))
         elif dice < 0.74 and busy:
             self.cancel(rng.choice(busy))

@@ -81,6 +81,7 @@ class Job:
     num_prompt: int
     may_fail: bool = False
     is_started: bool = False
+    trim_to: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +209,13 @@ class Witness:
         return fork
 
     def trim(self, session: Session, length: int) -> None:
-        """Cut an idle session."""
-        session.cut(length)
+        """Cut a session; one that is busy is cut when its turn has ended."""
+        job = session.job
+        if job is None:
+            session.cut(length)
+        else:
+            job.trim_to = length if job.trim_to is None else min(length, job.trim_to)
+            self.counts["trimmed busy"] += 1
         self.send(Trim(session.lease, length))
 
     def cancel(self, job: Job) -> None:
@@ -391,6 +397,8 @@ class Witness:
         else:
             assert done.num_output_tokens == len(session.token_ids) - job.num_prompt, "I17: usage is not what was kept"
             self._check_reason(done, job)
+            if job.trim_to is not None:
+                session.cut(job.trim_to)
         session.job = None
         is_gone = self.core.leases.get(session.lease) is None
         if is_gone and session in self.sessions:
