@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from chatd_kernels import runtime
-from chatd_kernels.kv_cache import KVCache, KVCacheLayout
 
 from chatd.config import cache_dir
 from chatd.engine.cgroup import MemoryRoom, available_cpus, memory_room
@@ -28,6 +26,8 @@ from chatd.kvcache.prefix_index import Namespace
 from chatd.models.decoder import Decoder
 from chatd.models.loader import load_decoder
 from chatd.models.model_config import load_generation_defaults
+from chatd_kernels import runtime
+from chatd_kernels.kv_cache import KVCache, KVCacheLayout
 
 Report = Callable[[str, float], None]
 

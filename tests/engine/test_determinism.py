@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from chatd_kernels import runtime
 
 from chatd.engine.messages import Fork
+from chatd_kernels import runtime
 
 FORMATS = ["fp16", "int8", "fp32"]
 KINDS = [

@@ -1,13 +1,13 @@
 import numpy as np
 import pytest
 import torch
-from chatd_kernels.kv_cache import KVCacheLayout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatd.engine.input_batch import InputBatch, _BlockRow
 from chatd.engine.plan import Chunk, Plan, SampleSpec
 from chatd.engine.sampling import SamplingParams
+from chatd_kernels.kv_cache import KVCacheLayout
 
 LAYOUT = KVCacheLayout(num_layers=1, num_kv_heads=1, block_size=16, head_dim=16, dtype=torch.float16)
 SAMPLE = SampleSpec(SamplingParams(max_tokens=4), 0)

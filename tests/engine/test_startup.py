@@ -1,6 +1,5 @@
 import pytest
 import torch
-from chatd_kernels import runtime
 
 from chatd.engine import startup
 from chatd.engine.cgroup import MemoryRoom
@@ -8,6 +7,7 @@ from chatd.engine.memory import RESERVE_BYTES
 from chatd.engine.options import EngineOptions, TenantShare
 from chatd.errors import EnvironmentProblem
 from chatd.testing import FakeClock
+from chatd_kernels import runtime
 
 MIB = 2**20
 
