@@ -192,9 +192,12 @@ def _map_memory(num_bytes: int) -> torch.Tensor:
 
     So start-up does not wait for gigabytes to be cleared, and a pool that is never full never costs its full size.
     """
-    memory = mmap.mmap(-1, num_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # Attention reads blocks all over the pool; large pages spare it the misses of the translation cache.
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        memory = mmap.mmap(-1, num_bytes)
+    else:
+        # Private, since shared memory gets no large pages; attention reads blocks all over the pool, and large pages
+        # spare it the misses of the translation cache.
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
