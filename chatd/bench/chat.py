@@ -82,9 +82,9 @@ async def run_turn(session: Session, turn: int, content: str, params: Params, nu
     )
 
 
-async def run_session(client: Client, number: int, turns: int, params: Params) -> list[TurnFigures]:
-    """Hold one conversation."""
-    session = await client.create_session(system=text(0, SYSTEM_WORDS))
+async def run_session(client: Client, run: int, number: int, turns: int, params: Params) -> list[TurnFigures]:
+    """Hold one conversation; nothing of an earlier run is in its prompt, so nothing of that is in the cache."""
+    session = await client.create_session(system=f"Run {run}. {text(0, SYSTEM_WORDS)}")
     figures: list[TurnFigures] = []
     for turn in range(turns):
         history = figures[-1].num_input + figures[-1].num_output if figures else 0
@@ -93,12 +93,12 @@ async def run_session(client: Client, number: int, turns: int, params: Params) -
     return figures
 
 
-async def run_load(url: str, num_sessions: int, turns: int, max_tokens: int) -> dict[str, Any]:
+async def run_load(url: str, run: int, num_sessions: int, turns: int, max_tokens: int) -> dict[str, Any]:
     """Hold `num_sessions` conversations at once and return their figures."""
     params = Params(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     async with Client.connect(url) as client:
         started = time.perf_counter()
-        rows = await asyncio.gather(*(run_session(client, i, turns, params) for i in range(num_sessions)))
+        rows = await asyncio.gather(*(run_session(client, run, i, turns, params) for i in range(num_sessions)))
         wall_s = time.perf_counter() - started
     all_turns = [figures for session in rows for figures in session]
     later = [figures for figures in all_turns if figures.turn > 0]
@@ -156,7 +156,7 @@ def measure(quantization: str, options: argparse.Namespace) -> list[dict[str, An
     def loads(start_s: float | None) -> None:
         for num_sessions in options.sessions:
             for _ in range(options.repeat):
-                figures = asyncio.run(run_load(url, num_sessions, options.turns, options.max_tokens))
+                figures = asyncio.run(run_load(url, len(runs), num_sessions, options.turns, options.max_tokens))
                 runs.append({"quantization": quantization, "start_to_token_s": start_s, **figures})
 
     if options.url:
