@@ -19,7 +19,7 @@ chat: $(VENV)/chat.stamp ## Install, fetch the small model, start the daemon and
 test: $(VENV)/dev.stamp model ## Install what the tests need and run all of them
 	$(BIN)/python -m pytest -m "not night"
 	@echo "once more with a constant as the block hash: it finds candidates, and is no proof"
-	$(BIN)/python -m pytest -m "not night and not default_hash" -p chatd.testing_constant_hash \
+	$(BIN)/python -m pytest -m "not night and not default_hash" -p chatd.testing.constant_hash \
 		tests/kvcache tests/sessions tests/engine --ignore tests/engine/test_simulation.py
 
 night: $(VENV)/dev.stamp model ## The same checks, for hours

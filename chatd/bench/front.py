@@ -23,7 +23,7 @@ from chatd import protocol
 from chatd.engine.messages import TokenDelta, Tokens, decode_engine, encode
 from chatd.protocol import Event, Params, SessionCreate, UserMessage
 from chatd.sessions.manager import Owner, SessionLimits
-from chatd.testing_sessions import TURN_END, ScriptedEngine, encode_text, make_manager
+from chatd.testing.sessions import TURN_END, ScriptedEngine, encode_text, make_manager
 
 TEXT = encode_text("the quick review of paging shows that memory which is shared is counted once; ")
 GOAL_DELTAS_PER_S = 15_000

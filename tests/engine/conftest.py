@@ -20,7 +20,7 @@ from chatd.engine.startup import LoadedModel, load_model
 from chatd.models.model_config import parse_decoder_config
 from chatd.models.registry import resolve
 from chatd.models.weights import expected_shapes
-from chatd.testing import NAMESPACE, FakeClock
+from chatd.testing.engine import NAMESPACE, FakeClock
 
 MIB = 2**20
 TINY_CONFIG = {

@@ -29,7 +29,7 @@ from chatd.engine.sampling import SamplingParams
 from chatd.errors import ConfigError
 from chatd.kvcache.leases import LeaseState
 from chatd.kvcache.prefix_index import PrefixIndex
-from chatd.testing import EngineHarness, chains_of, engine_config, sampling_params
+from chatd.testing.engine import EngineHarness, chains_of, engine_config, sampling_params
 
 
 def harness(**config):

@@ -20,7 +20,7 @@ from chatd.engine.messages import (
     WatchPool,
 )
 from chatd.engine.sampling import SamplingParams
-from chatd.testing import EngineHarness, engine_config
+from chatd.testing.engine import EngineHarness, engine_config
 
 LEASES = [-1, 0, 1, 2, 3, 4, 2**40]
 LENGTHS = [-(2**40), -1, 0, 1, 3, 4, 5, 9, 16, 30, 2**40]

@@ -5,7 +5,7 @@ import pytest
 from chatd.engine import invariants
 from chatd.engine.messages import Fork
 from chatd.kvcache.block_pool import NOBODY
-from chatd.testing import EngineHarness, engine_config, sampling_params
+from chatd.testing.engine import EngineHarness, engine_config, sampling_params
 
 
 def prompt(length, start=0):

@@ -19,7 +19,7 @@ from chatd.engine.messages import (
     encode,
 )
 from chatd.engine.pipe import EnginePipe, FrameReader
-from chatd.testing import FakeClock
+from chatd.testing.engine import FakeClock
 
 FRAME = PoolFrame(1, 8, 8, 0, 0, 0, 0, 0.0, 0, 0, [])
 STATS = EngineStats(0, 0.0, 0.0, 0, 0, 0)

@@ -9,7 +9,7 @@ from chatd.engine.messages import Cancel, FinishReason, Fork, Release, Submit, T
 from chatd.engine.plan import BlockCopy, Chunk, Plan, RequestId, SampleSpec, StepOutput
 from chatd.engine.sampling import SamplingParams
 from chatd.models.quantization import PackedLinear
-from chatd.testing import ProvenanceRunner
+from chatd.testing.engine import ProvenanceRunner
 
 NUM_LAYERS = 3
 GREEDY = SampleSpec(SamplingParams(max_tokens=8), 0)

@@ -11,7 +11,7 @@ from chatd.kvcache.block_pool import BlockPool
 from chatd.kvcache.leases import LeaseTable
 from chatd.kvcache.manager import KVCacheManager
 from chatd.kvcache.prefix_index import PrefixIndex
-from chatd.testing import NAMESPACE
+from chatd.testing.engine import NAMESPACE
 
 
 def make_request(num_prompt=3, num_output=0, **params):

@@ -16,7 +16,7 @@ from chatd.engine.messages import (
     Waiting,
     WaitReason,
 )
-from chatd.testing import EngineHarness, engine_config, sampling_params
+from chatd.testing.engine import EngineHarness, engine_config, sampling_params
 
 COST = CostParameters(20e-3, 2e-3, 1.5e-6)
 

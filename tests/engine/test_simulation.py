@@ -1,6 +1,6 @@
 """The engine under everything at once: seeded runs with every invariant checked after every step.
 
-The witness (`chatd.testing_witness`) keeps what should be true; the runner's slots know where they came from. Under a
+The witness (`chatd.testing.witness`) keeps what should be true; the runner's slots know where they came from. Under a
 hash and under a constant, in pools from roomy to hopeless.
 """
 
@@ -14,8 +14,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from chatd.engine.messages import RequestClass
 from chatd.engine.sampling import SamplingParams
-from chatd.testing_simulation import SHAPES, Simulation, simulate
-from chatd.testing_witness import STOP_ID, VOCAB_SIZE, Shape, Witness, constant_hash
+from chatd.testing.simulation import SHAPES, Simulation, simulate
+from chatd.testing.witness import STOP_ID, VOCAB_SIZE, Shape, Witness, constant_hash
 
 HASHES = {"xxh3": xxhash.xxh3_128_digest, "constant": constant_hash}
 

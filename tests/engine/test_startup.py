@@ -6,7 +6,7 @@ from chatd.engine.cgroup import MemoryRoom
 from chatd.engine.memory import RESERVE_BYTES
 from chatd.engine.options import EngineOptions, TenantShare
 from chatd.errors import EnvironmentProblem
-from chatd.testing import FakeClock
+from chatd.testing.engine import FakeClock
 from chatd_kernels import runtime
 
 MIB = 2**20

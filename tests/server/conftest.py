@@ -24,7 +24,7 @@ from chatd.server.serve import Serving, serve_async
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.manager import SessionManager
 from chatd.tenants.keys import create_key
-from chatd.testing_sessions import TURN_END, ScriptedEngine, encode_text, make_manager
+from chatd.testing.sessions import TURN_END, ScriptedEngine, encode_text, make_manager
 
 MODEL = "bytes"
 

@@ -25,7 +25,7 @@ from chatd.server.auth import (
 from chatd.server.policy import Access, PolicyError, check_routes
 from chatd.server.serve import open_daemon
 from chatd.tenants.keys import mint
-from chatd.testing import FakeClock
+from chatd.testing.engine import FakeClock
 
 
 async def refused_handshake(port: int, path: str = "/v1/chat/ws", **options) -> tuple[int, dict]:

@@ -18,7 +18,7 @@ from chatd.protocol import (
     UserMessage,
 )
 from chatd.sessions.limits import SessionLimits
-from chatd.testing_sessions import encode_text
+from chatd.testing.sessions import encode_text
 
 from .test_websocket import create, text_of
 

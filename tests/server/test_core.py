@@ -21,7 +21,7 @@ from chatd.protocol import (
     UserMessage,
 )
 from chatd.server import openai
-from chatd.testing_sessions import CoreEngine, encode_text
+from chatd.testing.sessions import CoreEngine, encode_text
 
 from .conftest import eventually
 from .test_websocket import create, seqs_of, text_of

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 
 from chatd.engine.messages import RequestClass
 from chatd.tenants.keys import create_key, parse, revoke_key
-from chatd.testing_sessions import encode_text
+from chatd.testing.sessions import encode_text
 
 from .conftest import Running, eventually
 

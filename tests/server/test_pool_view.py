@@ -16,7 +16,7 @@ from chatd.server.auth import Principal
 from chatd.server.pool_view import PoolHub, PoolStep, PoolSubscription, blocks_per_cell, fold_states, pack_counts
 from chatd.sessions.conversation import Owner
 from chatd.sessions.manager import LeaseHolder
-from chatd.testing import FakeClock
+from chatd.testing.engine import FakeClock
 
 from .conftest import eventually
 

@@ -41,7 +41,7 @@ from chatd.protocol import (
 )
 from chatd.server import daemon as daemon_module
 from chatd.tenants.keys import create_key, parse, revoke_key
-from chatd.testing_sessions import encode_text
+from chatd.testing.sessions import encode_text
 
 from .conftest import Talk, eventually
 

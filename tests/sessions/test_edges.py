@@ -10,7 +10,7 @@ from chatd.engine.messages import Finish, FinishReason, Fork
 from chatd.errors import ContextLengthExceeded
 from chatd.protocol import Message, Params, SessionAttach, SessionCreate, SessionUpdate, UserMessage
 from chatd.sessions.manager import CompletionRequest, Owner, Session, SessionLimits, SessionManager
-from chatd.testing_sessions import (
+from chatd.testing.sessions import (
     ASSISTANT,
     SYSTEM,
     TURN_END,

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from chatd.protocol import Item, ItemAdded, Logprob, OutputTextDelta, Params, SessionInfo, SessionUpdated
 from chatd.sessions.events import EVENT_OVERHEAD_BYTES, EventRing, Subscription, event_bytes
-from chatd.testing_sessions import RecordingSubscriber
+from chatd.testing.sessions import RecordingSubscriber
 
 
 def delta(seq: int, text: str = "x", ts: float = 0.0) -> OutputTextDelta:

@@ -11,7 +11,7 @@ from chatd.engine.messages import Fork
 from chatd.errors import NotFound
 from chatd.protocol import Message, SessionAttach, SessionCreate, SessionList, UserMessage
 from chatd.sessions.manager import CompletionRequest, Owner
-from chatd.testing_sessions import TURN_END, USER, RecordingSubscriber, ScriptedEngine, encode_text, make_manager
+from chatd.testing.sessions import TURN_END, USER, RecordingSubscriber, ScriptedEngine, encode_text, make_manager
 
 OWNERS = (Owner("acme", "ann"), Owner("acme", "bob"), Owner("zeta", "ann"))
 

@@ -34,7 +34,7 @@ from chatd.protocol import (
     UserMessage,
 )
 from chatd.sessions.manager import Owner, Session, SessionLimits, SessionManager
-from chatd.testing_sessions import (
+from chatd.testing.sessions import (
     ASSISTANT,
     END_OF_TEXT,
     SYSTEM,

@@ -11,7 +11,7 @@ from chatd.engine.messages import Release
 from chatd.errors import ChatdError
 from chatd.protocol import Message, Params, SessionAttach, SessionCreate, UserMessage
 from chatd.sessions.manager import CompletionRequest, Owner, Session, SessionLimits, SessionManager
-from chatd.testing_sessions import CoreEngine, RecordingSubscriber, make_manager
+from chatd.testing.sessions import CoreEngine, RecordingSubscriber, make_manager
 
 OWNERS = (Owner("acme", "ann"), Owner("acme", "bob"), Owner("zeta", "ann"))
 ENDS = protocol.ResponseCompleted | protocol.ResponseIncomplete

@@ -10,7 +10,7 @@ from chatd.engine.messages import FinishReason
 from chatd.errors import ChatdError
 from chatd.protocol import SessionAttach, SessionCreate, UserMessage
 from chatd.sessions.manager import Owner, Session, SessionLimits, SessionManager
-from chatd.testing_sessions import TURN_END, RecordingSubscriber, ScriptedEngine, encode_text, make_manager
+from chatd.testing.sessions import TURN_END, RecordingSubscriber, ScriptedEngine, encode_text, make_manager
 
 ANN = Owner("acme", "ann")
 

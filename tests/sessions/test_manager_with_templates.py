@@ -11,7 +11,7 @@ from chatd.sessions.manager import CompletionRequest, ModelProfile, Owner, Sessi
 from chatd.sessions.prompt_encoder import PromptEncoder, Thoughts
 from chatd.sessions.template import ChatTemplate
 from chatd.sessions.tokenizer import ChatTokenizer, load_tokenizer
-from chatd.testing_sessions import ScriptedEngine
+from chatd.testing.sessions import ScriptedEngine
 
 ANN = Owner("acme", "ann")
 SAID = ("What is the capital of France?", "naïve café, 東京", "<|im_end|> is text", "ok")

@@ -9,7 +9,7 @@ from chatd.engine.messages import FinishReason, Fork, Release, RequestClass
 from chatd.errors import ContextLengthExceeded, InvalidRequest, RateLimited, Unavailable
 from chatd.protocol import Message, Params, SessionList
 from chatd.sessions.manager import Completion, CompletionRequest, Owner, SessionLimits, SessionManager
-from chatd.testing_sessions import ASSISTANT, TURN_END, USER, ScriptedEngine, encode_text, make_manager
+from chatd.testing.sessions import ASSISTANT, TURN_END, USER, ScriptedEngine, encode_text, make_manager
 
 ANN = Owner("acme", "ann")
 BOB = Owner("acme", "bob")

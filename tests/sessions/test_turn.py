@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from chatd.sessions.stop_strings import StopStrings
 from chatd.sessions.turn import AnswerText
-from chatd.testing_sessions import END_OF_TEXT, STOP_IDS, TURN_END, ByteVocabulary, encode_text
+from chatd.testing.sessions import END_OF_TEXT, STOP_IDS, TURN_END, ByteVocabulary, encode_text
 
 VOCABULARY = ByteVocabulary()
 TEXT = st.text(st.sampled_from("ab.é🙂\n "), max_size=24)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from chatd.errors import RateLimited
 from chatd.tenants.quotas import KeyQuota, QuotaLimits, Quotas, TokenBucket
-from chatd.testing import FakeClock
+from chatd.testing.engine import FakeClock
 
 
 def quota(clock: FakeClock, **limits: int) -> KeyQuota:

@@ -11,7 +11,7 @@ from chatd.engine.messages import Release, WatchPool
 from chatd.kvcache.block_pool import BlockPool
 from chatd.server.auth import Principal
 from chatd.server.pool_view import PoolStep, PoolSubscription
-from chatd.testing import EngineHarness, FakeClock, engine_config, sampling_params
+from chatd.testing.engine import EngineHarness, FakeClock, engine_config, sampling_params
 from chatd_tui.widgets.pool_map import GLYPHS, cell_state, map_layout, map_rows
 
 NUM_BLOCKS = 120

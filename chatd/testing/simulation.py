@@ -11,7 +11,7 @@ from chatd.engine.messages import RequestClass, Retain, Submit, WatchPool
 from chatd.engine.plan import RequestId
 from chatd.engine.sampling import SamplingParams
 from chatd.kvcache.prefix_index import HashFunction
-from chatd.testing_witness import STOP_ID, VOCAB_SIZE, Session, Shape, Witness
+from chatd.testing.witness import STOP_ID, VOCAB_SIZE, Session, Shape, Witness
 
 SHAPES = (
     Shape(),

@@ -47,7 +47,7 @@ from chatd.sessions.detokenizer import Detokenizer, TokenBytes
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.manager import SessionManager
 from chatd.sessions.model_profile import ModelProfile
-from chatd.testing import NAMESPACE, FakeClock, ProvenanceRunner, Truth, chains_of
+from chatd.testing.engine import NAMESPACE, FakeClock, ProvenanceRunner, Truth, chains_of
 
 SYSTEM, USER, ASSISTANT, TURN_END, END_OF_TEXT = range(256, 261)
 VOCAB_SIZE = 261

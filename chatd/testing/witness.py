@@ -36,7 +36,7 @@ from chatd.engine.plan import BlockId, Plan, RequestId, StepOutput
 from chatd.engine.sampling import SamplingParams
 from chatd.kvcache.block_pool import Account
 from chatd.kvcache.prefix_index import MAX_ENTRIES_PER_KEY, HashFunction
-from chatd.testing import EMPTY_PREFIX, NAMESPACE, POISON, FakeClock, ProvenanceRunner, Truth, extend_chain
+from chatd.testing.engine import EMPTY_PREFIX, NAMESPACE, POISON, FakeClock, ProvenanceRunner, Truth, extend_chain
 
 VOCAB_SIZE = 11
 STOP_ID = 0

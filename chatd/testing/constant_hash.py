@@ -1,4 +1,4 @@
-"""A pytest plugin that makes every block collide: `pytest -p chatd.testing_constant_hash`.
+"""A pytest plugin that makes every block collide: `pytest -p chatd.testing.constant_hash`.
 
 The hash only finds candidates, so the suite passes with a constant in its place, with the same hits. Lists of a key
 are as long as they need to be, since one key holds all blocks.
@@ -6,7 +6,7 @@ are as long as they need to be, since one key holds all blocks.
 
 from chatd.engine.core import EngineCore
 from chatd.kvcache.prefix_index import PrefixIndex
-from chatd.testing_witness import constant_hash
+from chatd.testing.witness import constant_hash
 
 _EVERYTHING = 1 << 30
 
