@@ -21,8 +21,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from chatd.bench.scripted_daemon import Script, ScriptedDaemon
 from chatd.config import child_environment
+from chatd.testing.scripted_daemon import Script, ScriptedDaemon
 
 TICK_S = 0.005
 KEYS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from chatd import protocol as p
-from chatd.bench.scripted_daemon import Script, ScriptedDaemon, merged
 from chatd.client import Client, ConnectionPhase, ConnectionState, Turn, websocket_url
 from chatd.client.errors import error_from
 from chatd.client.queue import EventQueue
@@ -25,6 +24,7 @@ from chatd.errors import (
     RateLimited,
     Unavailable,
 )
+from chatd.testing.scripted_daemon import Script, ScriptedDaemon, merged
 
 WORDS = [f"word{n} " for n in range(12)]
 

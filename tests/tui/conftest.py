@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from chatd.bench.scripted_daemon import Script, ScriptedDaemon
+from chatd.testing.scripted_daemon import Script, ScriptedDaemon
 from chatd_tui.app import ChatApp
 
 WaitUntil = Callable[[Callable[[], bool]], Awaitable[None]]

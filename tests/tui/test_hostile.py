@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from chatd import protocol as p
-from chatd.bench.scripted_daemon import Script, ScriptedDaemon
+from chatd.testing.scripted_daemon import Script, ScriptedDaemon
 from chatd_tui.app import ChatApp
 from chatd_tui.clean import clean, clean_line
 from chatd_tui.messages import LinkChosen

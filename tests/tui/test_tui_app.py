@@ -5,8 +5,8 @@ import pytest
 from textual.pilot import Pilot
 
 from chatd import protocol as p
-from chatd.bench.scripted_daemon import Script, ScriptedDaemon
 from chatd.errors import EngineError
+from chatd.testing.scripted_daemon import Script, ScriptedDaemon
 from chatd_tui.app import ChatApp
 from chatd_tui.messages import LinkChosen, SessionNews
 from chatd_tui.screens.help import HelpScreen, LinkScreen

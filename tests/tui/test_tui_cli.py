@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import typer
 
-from chatd.bench.scripted_daemon import ScriptedDaemon
 from chatd.errors import EnvironmentProblem, InvalidRequest
+from chatd.testing.scripted_daemon import ScriptedDaemon
 from chatd_tui import app as tui_app
 from chatd_tui import cli
 
