@@ -35,10 +35,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_until(predicate: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def wait_until(
+    predicate: Callable[[], bool], timeout_s: float = 60.0, seen: Callable[[], str] = lambda: "nothing to show"
+) -> None:
     deadline = time.monotonic() + timeout_s
     while not predicate():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, f"waited in vain; last seen:\n{seen()}"
         time.sleep(0.05)
 
 
@@ -164,14 +166,14 @@ def test_chat_in_a_real_terminal(tmp_path: Path) -> None:
         check=True,
     )
     try:
-        wait_until(lambda: "connected" in screen(), timeout_s=120)
+        wait_until(lambda: "connected" in screen(), timeout_s=120, seen=screen)
         subprocess.run([*tmux, "send-keys", CAPITAL, "Enter"], check=True)
-        wait_until(lambda: "The capital of France is Paris" in screen())
-        wait_until(lambda: "tok/s" in screen())
+        wait_until(lambda: "The capital of France is Paris" in screen(), seen=screen)
+        wait_until(lambda: re.search(r"\d tokens? · ", screen()) is not None, seen=screen)
         subprocess.run([*tmux, "send-keys", "F2"], check=True)
-        wait_until(lambda: "The pool" in screen())
+        wait_until(lambda: "The pool" in screen(), seen=screen)
         subprocess.run([*tmux, "send-keys", "C-q"], check=True)
-        wait_until(lambda: "ended with 0" in screen())
+        wait_until(lambda: "ended with 0" in screen(), seen=screen)
         assert readiness(f"http://127.0.0.1:{port}") is None
     finally:
         subprocess.run([*tmux, "kill-server"], check=False, capture_output=True)

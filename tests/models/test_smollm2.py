@@ -115,7 +115,7 @@ def test_the_template_and_tokenizer_give_the_ids_of_apply_chat_template(
 def test_stop_ids_and_sampling_defaults(smollm2: ModelFiles, tokenizer: Any) -> None:
     defaults = load_generation_defaults(smollm2.path)
     assert [tokenizer.decode([token_id]) for token_id in defaults.stop_token_ids] == ["<|endoftext|>", "<|im_end|>"]
-    assert (defaults.temperature, defaults.top_p, defaults.top_k) == (0.2, 0.9, 0)
+    assert (defaults.temperature, defaults.top_p, defaults.top_k) == (0.0, 1.0, 0)
     assert json.loads((smollm2.path / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
 
 
