@@ -13,7 +13,7 @@ from chatd import __version__
 from chatd.config import Settings
 from chatd.errors import ConfigError, Unavailable
 from chatd.protocol import CLOSE_UNAUTHENTICATED, ServerDraining, frame_limit_bytes
-from chatd.server.auth import ANONYMOUS_KEY_ID, Authenticator, Principal
+from chatd.server.auth import Authenticator, Principal
 from chatd.server.idempotency import AnswerCache
 from chatd.server.logging import get_logger
 from chatd.server.metrics import Metrics
@@ -274,8 +274,3 @@ class Daemon:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-def is_anonymous(principal: Principal) -> bool:
-    """True for a caller that came without a key."""
-    return principal.key_id == ANONYMOUS_KEY_ID

@@ -376,12 +376,6 @@ def copy_bytes(typingctx: Any, target: Any, source: Any, count: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
-@jit
-def vload_any(address: int, is_half: bool) -> Any:
-    """16 lanes from an address, of 16-bit or 32-bit floats."""
-    return vload_half(address) if is_half else vload(address)
-
-
 # Arrays at addresses -----------------------------------------------------------------------------
 
 
