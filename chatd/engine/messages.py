@@ -12,7 +12,7 @@ from typing import NewType
 import msgspec
 
 from chatd.engine.plan import RequestId
-from chatd.engine.sampling import SamplingParams
+from chatd.engine.sampling import BeamSearch, SamplingParams
 
 LeaseId = NewType("LeaseId", int)
 
@@ -38,6 +38,8 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
     KV_EXHAUSTED = "kv_exhausted"
     FAILED = "failed"
+    COMPUTED = "computed"
+    """Of a request that only had its prompt computed."""
 
 
 class WaitReason(StrEnum):
@@ -82,6 +84,10 @@ class Submit(_Message, frozen=True):
         params: Resolved sampling parameters.
         request_class: Its place in the schedule.
         keep_lease: False releases the lease with the request (stateless requests that nobody will continue).
+        compute_only: Compute the prompt, draw nothing, and end as `computed`.
+        sample_of: Another sample of the prompt of that request, which was submitted before: where it has not ended, its
+            blocks are shared as soon as the prompt is computed. Lease and ids are given as for any other request.
+        beam: Search instead of drawing; the sequences come in one `Beams` before `Done`, the best stays in the lease.
     """
 
     request: RequestId
@@ -92,6 +98,9 @@ class Submit(_Message, frozen=True):
     params: SamplingParams
     request_class: RequestClass = RequestClass.INTERACTIVE
     keep_lease: bool = True
+    compute_only: bool = False
+    sample_of: RequestId | None = None
+    beam: BeamSearch | None = None
 
 
 class Fork(_Message, frozen=True):
@@ -156,6 +165,20 @@ class WatchPool(_Message, frozen=True):
     with_leases: bool = False
 
 
+class SetTenant(_Message, frozen=True):
+    """Change a tenant's part of the machine from now on.
+
+    Attributes:
+        tenant: Its name.
+        weight: Of service tokens, slots and blocks beside the other tenants' weights.
+        floor: Part of the pool, 0 to 0.5, that no other tenant can take; all floors together get at most half.
+    """
+
+    tenant: str
+    weight: float
+    floor: float
+
+
 class Ping(_Message, frozen=True):
     """Asks for a `Pong`: the engine's loop is alive."""
 
@@ -166,7 +189,7 @@ class Shutdown(_Message, frozen=True):
     """End the process after the current step."""
 
 
-FrontMessage = Submit | Fork | Trim | Release | Cancel | Finish | Retain | WatchPool | Ping | Shutdown
+FrontMessage = Submit | Fork | Trim | Release | Cancel | Finish | Retain | WatchPool | SetTenant | Ping | Shutdown
 
 
 # Engine to front.
@@ -299,6 +322,27 @@ class Done(_Message, frozen=True):
     num_shared: int = 0
 
 
+class BeamSequence(msgspec.Struct, array_like=True, frozen=True):
+    """One result of a beam search.
+
+    Attributes:
+        ids: Of the answer, the stop id included where it ended by one.
+        score: Sum of log probabilities over length ** penalty.
+        reason: Why it ended.
+    """
+
+    ids: list[int]
+    score: float
+    reason: FinishReason
+
+
+class Beams(_Message, frozen=True):
+    """What a beam search found, best first; `Done` follows."""
+
+    request: RequestId
+    sequences: list[BeamSequence]
+
+
 class LeaseLost(_Message, frozen=True):
     """The engine holds less of a lease than `base_len`; submit again with the whole log and `base_len` 0."""
 
@@ -366,6 +410,26 @@ class LeasePool(msgspec.Struct, array_like=True, frozen=True):
     active: bool
 
 
+class TierPool(msgspec.Struct, array_like=True, frozen=True):
+    """One tier below the pool.
+
+    Attributes:
+        tier: Host or disk.
+        num_blocks: That it can hold.
+        num_used: That it holds.
+        num_stored: Written since start.
+        num_loaded: Read since start.
+        num_refused: Found damaged or of another content when read, since start.
+    """
+
+    tier: Tier
+    num_blocks: int
+    num_used: int
+    num_stored: int
+    num_loaded: int
+    num_refused: int
+
+
 class PoolFrame(_Message, frozen=True):
     """The pool at one step.
 
@@ -384,6 +448,7 @@ class PoolFrame(_Message, frozen=True):
         leases: A row each, where asked for.
         states: One byte a block where asked for: 0 free, 1 cached, 2 active, 3 shared.
         owners: Index into `tenants` for each block (two bytes, little endian, 65535 = public or none), where asked for.
+        tiers: A row for each tier below the pool that is in use.
     """
 
     step: int
@@ -400,6 +465,7 @@ class PoolFrame(_Message, frozen=True):
     leases: list[LeasePool] = []
     states: bytes = b""
     owners: bytes = b""
+    tiers: list[TierPool] = []
 
 
 class EngineStats(_Message, frozen=True):
@@ -412,6 +478,8 @@ class EngineStats(_Message, frozen=True):
         num_preemptions: Requests that lost their blocks.
         num_failed_steps: Steps that were discarded.
         integrity_errors: Invariants found broken when idle.
+        num_swapped: Of the preempted requests, those whose blocks were saved to a lower tier.
+        num_joins: Requests that waited for a prefix that another one was computing.
     """
 
     steps: int
@@ -420,6 +488,8 @@ class EngineStats(_Message, frozen=True):
     num_preemptions: int
     num_failed_steps: int
     integrity_errors: int
+    num_swapped: int = 0
+    num_joins: int = 0
 
 
 class Pong(_Message, frozen=True):
@@ -449,6 +519,7 @@ EngineMessage = (
     | Prefill
     | Preempted
     | Tokens
+    | Beams
     | Done
     | LeaseLost
     | LeaseTier

@@ -15,6 +15,9 @@ from chatd.kvcache.block import BlockId as BlockId
 
 RequestId = NewType("RequestId", int)
 
+HostSlot = NewType("HostSlot", int)
+"""A place for one whole block in the host's buffer, outside the pool."""
+
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
@@ -69,20 +72,34 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockMove:
+    """One whole block between the pool and the host's buffer; which way is said by the list that it is in."""
+
+    block_id: BlockId
+    slot: HostSlot
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: copies first, then one forward over all rows of all chunks.
+    """One step: stores, then copies and loads, then one forward over all rows of all chunks.
+
+    Stores come first, since what they save may be in blocks that the rest of the same plan writes.
 
     Attributes:
         step: Counts plans; never reused.
-        chunks: In the order of their rows in the flattened batch.
+        chunks: In the order of their rows in the flattened batch; empty in a plan that only moves blocks.
         copies: Done before the forward.
         block_size: Positions in a block.
+        stores: Blocks of the pool that are saved to the host.
+        loads: Blocks of the pool that are filled from the host; no chunk of the plan writes to them.
     """
 
     step: int
     chunks: Sequence[Chunk]
     copies: Sequence[BlockCopy]
     block_size: int
+    stores: Sequence[BlockMove] = ()
+    loads: Sequence[BlockMove] = ()
 
     @property
     def num_tokens(self) -> int:

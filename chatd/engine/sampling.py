@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from chatd.errors import InvalidRequest
@@ -55,6 +57,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def needs_history(self) -> bool:
         """True where a token's logit depends on the tokens before it."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+class BeamSearch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A search for the likeliest sequences in place of drawing one; as transformers' `generate(num_beams=…)`.
+
+    Attributes:
+        width: Sequences that are kept at each token.
+        num_returned: Of the best finished ones; at most `width`.
+        length_penalty: A sequence's score is the sum of its log probabilities over length ** penalty.
+        early_stopping: True ends with `width` finished sequences; False when none that goes on is likely to become
+            better; "never" when none can.
+    """
+
+    width: int
+    num_returned: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
 
 def check_sampling_params(params: SamplingParams, vocab_size: int) -> None:
