@@ -139,6 +139,11 @@ class StepRoom:
             return self._num_rows
         return min(self._num_rows, max(self._least, self._parameters.rows_within(self._seconds, context)))
 
+    def rows_of(self, context: int, num_wanted: int, most: int | None) -> int:
+        """Return how many of the rows that a request wants it gets, at least one; `most` is its class's limit."""
+        num_rows = min(num_wanted, self.rows_after(context))
+        return max(1, num_rows if most is None else min(num_rows, most))
+
     def take(self, context: int, num_rows: int) -> None:
         """Count a chunk."""
         self._num_rows -= num_rows

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 
+from chatd.engine.admission import Admission
 from chatd.engine.cost_model import CostModel, StepRoom, num_pairs
 from chatd.engine.draft import Decision, Draft, TenantCounts, build_plan
 from chatd.engine.engine_config import EngineConfig
@@ -36,13 +37,12 @@ from chatd.engine.messages import (
     WaitReason,
 )
 from chatd.engine.plan import Plan, RequestId, StepOutput
-from chatd.engine.preemption import choose_over_block_share, choose_over_slot_share, choose_victim
+from chatd.engine.preemption import choose_victim
 from chatd.engine.prefill_order import PrefillOrder
 from chatd.engine.request import Request, RequestStatus
 from chatd.errors import EngineError
-from chatd.kvcache.block import BlockId
 from chatd.kvcache.leases import LeaseState, LeaseTable
-from chatd.kvcache.manager import Allocation, KVCacheManager
+from chatd.kvcache.manager import KVCacheManager
 
 
 class Scheduler:
@@ -58,6 +58,7 @@ class Scheduler:
         requests: All that have not ended.
         running: Of those, the admitted ones, in the order of admission.
         waiting: The others.
+        admission: Lets them run.
         outbox: Messages for the front, in order; whoever sends them clears it.
         counts: Tokens served, by tenant.
         step: Plans made.
@@ -79,6 +80,7 @@ class Scheduler:
         self.requests: dict[RequestId, Request] = {}
         self.running: list[Request] = []
         self.waiting = WaitingRequests(config.cost.per_row_s)
+        self.admission = Admission(config, kv, leases, self.counters, self.running, self._preempt)
         self.outbox: list[EngineMessage] = []
         self.counts: dict[Tenant, TenantCounts] = {}
         self.step = 0
@@ -225,7 +227,7 @@ class Scheduler:
             if request.status is RequestStatus.WAITING:
                 num_tokens = self._admit(request, room, most, now)
             elif request.status is RequestStatus.RUNNING and request.request_id not in self._drafts:
-                num_tokens = self._rows(request.num_computed_tokens, request, room, most)
+                num_tokens = room.rows_of(request.num_computed_tokens, request.num_remaining_tokens, most)
                 if not self._place(request, num_tokens):
                     num_tokens = 0
             else:
@@ -234,42 +236,22 @@ class Scheduler:
                 room.take(self._drafts[request.request_id].start, num_tokens)
                 order.serve(request, num_tokens)
             else:
-                if request.why is WaitReason.NO_BLOCKS and self._is_under_block_share(request):
+                if request.why is WaitReason.NO_BLOCKS and self.admission.is_under_block_share(request):
                     order.close()
                 order.skip(request)
         for request in order.untried():
             request.why = WaitReason.FAIR_SHARE
 
-    def _rows(self, start: int, request: Request, room: StepRoom, most: int | None) -> int:
-        rows = min(request.num_tokens - start, room.rows_after(start))
-        return max(1, rows if most is None else min(rows, most))
-
     def _admit(self, request: Request, room: StepRoom, most: int | None, now: float) -> int:
         """Let a waiting request run with its first chunk; return the chunk's rows, 0 for "not now"."""
-        if request.retry_at == self._num_changes() or request.request_id in self._preempted_now:
+        admission = self.admission
+        if admission.is_hopeless(request) or request.request_id in self._preempted_now:
             return 0
-        if len(self.running) >= self.config.max_num_seqs:
-            victim = choose_over_slot_share(self.running, request, self.counters, self.config.max_num_seqs)
-            if victim is None:
-                request.why = WaitReason.SLOTS
-                return 0
-            self._preempt(victim)
-        table = request.lease.table
-        self.leases.set_state(request.lease, LeaseState.ACTIVE)
-        if request.num_remaining_tokens == 0:
-            self.kv.trim(table, request.num_tokens - 1)  # The last token's logits are needed.
-        computed = self.kv.get_computed_blocks(table, request.lease.token_ids)
-        start = self.kv.num_tokens_with(table, computed)
-        num_tokens = self._rows(start, request, room, most)
-        while not (allocation := self._allocate_admission(request, start + num_tokens, computed)):
-            needed = self.kv.num_missing_blocks(table, request.num_tokens + 1, computed)
-            victim = choose_over_block_share(self.running, request, needed, self.counters, self.kv.pool)
-            if victim is None:
-                self.leases.set_state(request.lease, LeaseState.QUEUED, is_offer=False)
-                request.why = WaitReason.NO_BLOCKS
-                request.retry_at = self._num_changes()
-                return 0
-            self._preempt(victim)
+        if not admission.find_slot(request):
+            return 0
+        draft = admission.take_first_chunk(request, room, most)
+        if draft is None:
+            return 0
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
         self._num_admissions += 1
@@ -277,22 +259,11 @@ class Scheduler:
         self.running.append(request)
         if request.admitted_s < 0:
             request.admitted_s = now
-            request.num_cached_tokens = start
-            request.num_charged_tokens = start
-        self._drafts[request.request_id] = Draft(request, allocation, start, num_tokens, is_decode=False)
-        self._note("admit", request, start, num_tokens)
-        return num_tokens
-
-    def _allocate_admission(self, request: Request, num_tokens: int, computed: list[BlockId]) -> Allocation | None:
-        """Allocate the first chunk, if the whole prompt has room beside the prompts that are being computed."""
-        kv, table = self.kv, request.lease.table
-        if self.running:
-            wanted = kv.num_missing_blocks(table, request.num_tokens + 1, computed)
-            for other in self.running:
-                wanted += max(1, kv.num_blocks_of(other.num_tokens + 1) - len(other.lease.table.block_ids))
-            if not self.leases.can_reclaim(table.account, wanted - kv.pool.available(table.account)):
-                return None
-        return self.leases.allocate_slots(table, num_tokens, computed)
+            request.num_cached_tokens = draft.start
+            request.num_charged_tokens = draft.start
+        self._drafts[request.request_id] = draft
+        self._note("admit", request, draft.start, draft.num_tokens)
+        return draft.num_tokens
 
     def _break_stall(self, now: float, only: Collection[RequestId] | None) -> None:
         """Where nobody could be placed, place the oldest one whatever it costs, or end it for want of blocks."""
@@ -364,7 +335,7 @@ class Scheduler:
             return TokenDelta(request.request_id, [token_id])
         return TokenDelta(request.request_id, [token_id], [(logprobs.logprob, list(logprobs.top))])
 
-    def _preempt(self, victim: Request) -> None:
+    def _preempt(self, victim: Request, why: WaitReason = WaitReason.NO_BLOCKS) -> None:
         """Send a running request back to the queue; its lease's blocks go with it."""
         draft = self._drafts.pop(victim.request_id, None)
         if draft is not None:
@@ -374,7 +345,7 @@ class Scheduler:
         victim.num_preemptions += 1
         victim.is_preempted = True
         victim.status = RequestStatus.WAITING
-        victim.why = WaitReason.NO_BLOCKS
+        victim.why = why
         victim.retry_at = (-1, -1)
         self._preempted_now.add(victim.request_id)
         self.num_preemptions += 1
@@ -417,14 +388,6 @@ class Scheduler:
             )
         )
         self._note("end", request, list(FinishReason).index(reason), num_output)
-
-    def _is_under_block_share(self, request: Request) -> bool:
-        pool = self.kv.pool
-        return pool.account(request.tenant).num_active < self.counters.share(request.tenant, pool.num_blocks)
-
-    def _num_changes(self) -> tuple[int, int]:
-        """Return what stands still for as long as no more blocks can have become available."""
-        return (self.kv.pool.num_freed, self.leases.num_offered)
 
     def _note(self, verb: str, request: Request | None, *detail: float) -> None:
         if self._log is not None:

@@ -1,0 +1,108 @@
+"""How a waiting request begins to run: a slot, room for its whole prompt, and blocks for its first chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from chatd.engine.cost_model import StepRoom
+from chatd.engine.draft import Draft
+from chatd.engine.engine_config import EngineConfig
+from chatd.engine.fairness import VirtualCounters
+from chatd.engine.messages import WaitReason
+from chatd.engine.preemption import choose_over_block_share, choose_over_slot_share
+from chatd.engine.request import Request
+from chatd.kvcache.block import BlockId
+from chatd.kvcache.leases import LeaseState, LeaseTable
+from chatd.kvcache.manager import Allocation, KVCacheManager
+
+
+class Admission:
+    """Finds out whether a request can run now, and takes what its first chunk needs.
+
+    Args:
+        config: The engine core's.
+        kv: Block tables.
+        leases: Of the same manager.
+        counters: Say which tenants are over their shares.
+        running: The scheduler's own list of admitted requests; only read here.
+        preempt: Sends one of them back to the queue, which waits for the given reason from then on.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        kv: KVCacheManager,
+        leases: LeaseTable,
+        counters: VirtualCounters,
+        running: list[Request],
+        preempt: Callable[[Request, WaitReason], None],
+    ) -> None:
+        self._config = config
+        self._kv = kv
+        self._leases = leases
+        self._counters = counters
+        self._running = running
+        self._preempt = preempt
+
+    def is_hopeless(self, request: Request) -> bool:
+        """Return whether a request found too few blocks, and no more can have become available since."""
+        return request.retry_at == self._num_changes()
+
+    def is_under_block_share(self, request: Request) -> bool:
+        """Return whether a request's tenant holds less than its share of the blocks."""
+        pool = self._kv.pool
+        return pool.account(request.tenant).num_active < self._counters.share(request.tenant, pool.num_blocks)
+
+    def find_slot(self, request: Request) -> bool:
+        """Make sure of a slot, if need be at the cost of a tenant over its share of them; else say why not."""
+        if len(self._running) >= self._config.max_num_seqs:
+            victim = choose_over_slot_share(self._running, request, self._counters, self._config.max_num_seqs)
+            if victim is None:
+                request.why = WaitReason.SLOTS
+                return False
+            self._preempt(victim, WaitReason.SLOTS)
+        return True
+
+    def take_first_chunk(self, request: Request, room: StepRoom, most: int | None) -> Draft | None:
+        """Take the slots of the first chunk, if need be at the cost of a tenant over its share of blocks.
+
+        Args:
+            request: Waits; its lease stays reclaimable where it gets nothing.
+            room: Of the step.
+            most: Tokens that its class may take now; None is no limit.
+
+        Returns:
+            None for "not now"; `request.why` says what is missing.
+        """
+        table = request.lease.table
+        self._leases.set_state(request.lease, LeaseState.ACTIVE)
+        if request.num_remaining_tokens == 0:
+            self._kv.trim(table, request.num_tokens - 1)  # The last token's logits are needed.
+        computed = self._kv.get_computed_blocks(table, request.lease.token_ids)
+        start = self._kv.num_tokens_with(table, computed)
+        num_tokens = room.rows_of(start, request.num_tokens - start, most)
+        while not (allocation := self._allocate(request, start + num_tokens, computed)):
+            needed = self._kv.num_missing_blocks(table, request.num_tokens + 1, computed)
+            victim = choose_over_block_share(self._running, request, needed, self._counters, self._kv.pool)
+            if victim is None:
+                self._leases.set_state(request.lease, LeaseState.QUEUED, is_offer=False)
+                request.why = WaitReason.NO_BLOCKS
+                request.retry_at = self._num_changes()
+                return None
+            self._preempt(victim, WaitReason.NO_BLOCKS)
+        return Draft(request, allocation, start, num_tokens, is_decode=False)
+
+    def _allocate(self, request: Request, num_tokens: int, computed: list[BlockId]) -> Allocation | None:
+        """Allocate the first chunk, if the whole prompt has room beside the prompts that are being computed."""
+        kv, table = self._kv, request.lease.table
+        if self._running:
+            wanted = kv.num_missing_blocks(table, request.num_tokens + 1, computed)
+            for other in self._running:
+                wanted += max(1, kv.num_blocks_of(other.num_tokens + 1) - len(other.lease.table.block_ids))
+            if not self._leases.can_reclaim(table.account, wanted - kv.pool.available(table.account)):
+                return None
+        return self._leases.allocate_slots(table, num_tokens, computed)
+
+    def _num_changes(self) -> tuple[int, int]:
+        """Return what stands still for as long as no more blocks can have become available."""
+        return (self._kv.pool.num_freed, self._leases.num_offered)
