@@ -25,7 +25,7 @@ class Admission:
         leases: Of the same manager.
         counters: Say which tenants are over their shares.
         running: The scheduler's own list of admitted requests; only read here.
-        preempt: Sends one of them back to the queue, which waits for the given reason from then on.
+        preempt: Sends one of them back to the queue for another one's sake; it waits for the given reason from then on.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Admission:
         leases: LeaseTable,
         counters: VirtualCounters,
         running: list[Request],
-        preempt: Callable[[Request, WaitReason], None],
+        preempt: Callable[[Request, Request, WaitReason], None],
     ) -> None:
         self._config = config
         self._kv = kv
@@ -60,7 +60,7 @@ class Admission:
             if victim is None:
                 request.why = WaitReason.SLOTS
                 return False
-            self._preempt(victim, WaitReason.SLOTS)
+            self._preempt(victim, request, WaitReason.SLOTS)
         return True
 
     def take_first_chunk(self, request: Request, room: StepRoom, most: int | None) -> Draft | None:
@@ -89,7 +89,7 @@ class Admission:
                 request.why = WaitReason.NO_BLOCKS
                 request.retry_at = self._num_changes()
                 return None
-            self._preempt(victim, WaitReason.NO_BLOCKS)
+            self._preempt(victim, request, WaitReason.NO_BLOCKS)
         return Draft(request, allocation, start, num_tokens, is_decode=False)
 
     def _allocate(self, request: Request, num_tokens: int, computed: list[BlockId]) -> Allocation | None:

@@ -207,7 +207,7 @@ class Scheduler:
             victim = choose_victim(self.running, request)
             if victim is None:
                 return False
-            self._preempt(victim)
+            self._preempt(victim, request)
             if victim is request:
                 return False
         self._drafts[request.request_id] = Draft(request, allocation, start, num_tokens, request.is_decode)
@@ -279,7 +279,7 @@ class Scheduler:
             if victim is None:
                 self._end(request, FinishReason.KV_EXHAUSTED, now)
             else:
-                self._preempt(victim)
+                self._preempt(victim, request)
         # With nothing running and no lease left to shrink, a lone request drops even its own shared blocks.
         while not self._drafts and not self.running and self.waiting and only is None:
             request = next(iter(self.waiting))
@@ -335,12 +335,12 @@ class Scheduler:
             return TokenDelta(request.request_id, [token_id])
         return TokenDelta(request.request_id, [token_id], [(logprobs.logprob, list(logprobs.top))])
 
-    def _preempt(self, victim: Request, why: WaitReason = WaitReason.NO_BLOCKS) -> None:
-        """Send a running request back to the queue; its lease's blocks go with it."""
+    def _preempt(self, victim: Request, winner: Request, why: WaitReason = WaitReason.NO_BLOCKS) -> None:
+        """Send a running request back to the queue for another one's sake; its lease's blocks go with it."""
         draft = self._drafts.pop(victim.request_id, None)
         if draft is not None:
             self.kv.discard(draft.allocation)
-        self._note("preempt", victim, victim.num_computed_tokens)
+        self._note("preempt", victim, victim.num_computed_tokens, winner.request_id)
         victim.safe_until = victim.num_computed_tokens + 1
         victim.num_preemptions += 1
         victim.is_preempted = True
