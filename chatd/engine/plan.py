@@ -12,11 +12,9 @@ from typing import NewType, Protocol
 
 from chatd.engine.sampling import SamplingParams
 from chatd.kvcache.block import BlockId as BlockId
+from chatd.kvcache.block import HostSlot as HostSlot
 
 RequestId = NewType("RequestId", int)
-
-HostSlot = NewType("HostSlot", int)
-"""A place for one whole block in the host's buffer, outside the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +127,14 @@ class StepOutput:
         logprobs: For those that asked.
         failed: Requests whose logits were not finite, and why; their chunk has no token.
         model_s: Seconds in the forward and in sampling; an input to the cost model.
+        move_s: Seconds in stores and loads, which are not in `model_s`.
     """
 
     sampled: Mapping[RequestId, int]
     logprobs: Mapping[RequestId, TokenLogprobs] = field(default_factory=dict)
     failed: Mapping[RequestId, str] = field(default_factory=dict)
     model_s: float = 0.0
+    move_s: float = 0.0
 
 
 class Runner(Protocol):

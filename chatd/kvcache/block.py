@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
 BlockId = NewType("BlockId", int)
 
+HostSlot = NewType("HostSlot", int)
+"""A place for one whole block in the host's buffer, outside the pool."""
+
 
 class KVCacheBlock:
     """One preallocated slot of the pool.
