@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from chatd.engine.cost_model import CostParameters
+from chatd.engine.transfer_costs import TransferCosts
 from chatd.errors import ConfigError
 from chatd.kvcache.prefix_index import Namespace
 
@@ -42,6 +43,7 @@ class EngineConfig:
         target_step_s: But a step may always take this long: a pause that no reader sees. 0 where decodes take
             milliseconds (GPUs).
         cost: What steps are assumed to take until they were measured.
+        transfer: What it costs to move blocks to lower tiers and back.
         tenants: Limits of the tenants that have their own; others have weight 1 and no floor.
         eos_token_ids: The model's stop ids, which do not end an answer with `ignore_eos`; where empty, no id does.
         vocab_size: Ids are below this; 0 does not check.
@@ -60,6 +62,7 @@ class EngineConfig:
     itl_ratio: float = 2.0
     target_step_s: float = 0.05
     cost: CostParameters = field(default_factory=CostParameters)
+    transfer: TransferCosts = field(default_factory=TransferCosts)
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
     eos_token_ids: frozenset[int] = frozenset()
     vocab_size: int = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,6 +14,7 @@ import torch
 from chatd.config import cache_dir
 from chatd.engine.cgroup import MemoryRoom, available_cpus, memory_room
 from chatd.engine.core import EngineConfig, EngineCore, TenantLimits
+from chatd.engine.mapped_memory import map_memory
 from chatd.engine.memory import PoolSize, size_pool
 from chatd.engine.messages import Ready
 from chatd.engine.model_runner import ModelRunner
@@ -174,7 +174,7 @@ def _bind_pool(decoder: Decoder, options: EngineOptions, room: MemoryRoom) -> Po
         room=room,
     )
     try:
-        memory = _map_memory(pool.kv_bytes)
+        memory = map_memory(pool.kv_bytes)
     except OSError as error:
         raise EnvironmentProblem(
             f"{pool.kv_bytes / 2**20:,.0f} MiB for the KV pool could not be allocated: {error}",
@@ -185,22 +185,6 @@ def _bind_pool(decoder: Decoder, options: EngineOptions, room: MemoryRoom) -> Po
     shape = (pool.num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size * layout.head_dim)
     decoder.bind_kv_cache(KVCache(memory.view(dtype).view(shape), layout))
     return pool
-
-
-def _map_memory(num_bytes: int) -> torch.Tensor:
-    """Return zeroed bytes that the system provides page by page, when they are first written.
-
-    So start-up does not wait for gigabytes to be cleared, and a pool that is never full never costs its full size.
-    """
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        memory = mmap.mmap(-1, num_bytes)
-    else:
-        # Private, since shared memory gets no large pages; attention reads blocks all over the pool, and large pages
-        # spare it the misses of the translation cache.
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _try_steps(runner: ModelRunner, options: EngineOptions) -> None:

@@ -7,6 +7,7 @@
     from chatd_kernels.silu_mul import gelu_tanh_mul, silu_mul         gated activations
     from chatd_kernels.linear import pack_linear, linear               products with packed weights
     from chatd_kernels.copy_blocks import copy_blocks                  whole blocks of the cache
+    from chatd_kernels.swap_blocks import load_blocks, store_blocks    whole blocks to and from the host
     from chatd_kernels.runtime import available_threads, set_num_threads, warm_up
 
 Each operation is a folder: `reference.py` says what it computes, `cpu.py` is the numba kernel and its launcher, and

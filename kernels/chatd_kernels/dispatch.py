@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
-BACKENDS = {"cpu": "cpu"}
-"""Device type -> module of the operation's folder."""
+BACKENDS = {"cpu": "cpu", "cuda": "cuda"}
+"""Device type -> module of the operation's folder; not every operation has every one."""
 
 
 @cache
@@ -23,9 +24,9 @@ def launcher(operation: str, device_type: str, function: str | None = None) -> C
     Raises:
         NotImplementedError: no backend serves this type of device.
     """
-    if device_type not in BACKENDS:
+    name = f"chatd_kernels.{operation}.{BACKENDS.get(device_type, '')}"
+    if device_type not in BACKENDS or find_spec(name) is None:
         known = ", ".join(sorted(BACKENDS))
         raise NotImplementedError(f"{operation} has no kernel for device type {device_type!r} (known: {known})")
-    module = import_module(f"chatd_kernels.{operation}.{BACKENDS[device_type]}")
-    found: Callable[..., Any] = getattr(module, function or operation)
+    found: Callable[..., Any] = getattr(import_module(name), function or operation)
     return found

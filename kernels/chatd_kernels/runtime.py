@@ -37,7 +37,7 @@ import torch
 from chatd_kernels.jit import VERSIONS, cfunc, config, ir, llvm, types
 from chatd_kernels.vector import emit_fetch_add, pointer
 
-OPERATIONS = ("copy_blocks", "linear", "paged_attention", "rms_norm", "rope_kv_write", "silu_mul")
+OPERATIONS = ("copy_blocks", "linear", "paged_attention", "rms_norm", "rope_kv_write", "silu_mul", "swap_blocks")
 """Folders of the package that hold an operation."""
 
 
