@@ -43,7 +43,7 @@ class EngineConfig:
         target_step_s: But a step may always take this long: a pause that no reader sees. 0 where decodes take
             milliseconds (GPUs).
         cost: What steps are assumed to take until they were measured.
-        transfer: What it costs to move blocks to lower tiers and back.
+        transfer_costs: What it costs to move blocks to lower tiers and back.
         tenants: Limits of the tenants that have their own; others have weight 1 and no floor.
         eos_token_ids: The model's stop ids, which do not end an answer with `ignore_eos`; where empty, no id does.
         vocab_size: Ids are below this; 0 does not check.
@@ -62,7 +62,7 @@ class EngineConfig:
     itl_ratio: float = 2.0
     target_step_s: float = 0.05
     cost: CostParameters = field(default_factory=CostParameters)
-    transfer: TransferCosts = field(default_factory=TransferCosts)
+    transfer_costs: TransferCosts = field(default_factory=TransferCosts)
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
     eos_token_ids: frozenset[int] = frozenset()
     vocab_size: int = 0

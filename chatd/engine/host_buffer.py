@@ -46,6 +46,6 @@ def _pin(data: torch.Tensor) -> None:
     Raises:
         OSError: The system does not pin so much.
     """
-    error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)
+    error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)  # type: ignore[no-untyped-call]
     if int(error):
         raise OSError(f"{data.numel()} bytes were not pinned: {error}")
