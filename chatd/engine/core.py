@@ -225,7 +225,7 @@ class EngineCore:
             except ChatdError as error:
                 self._refuse(message, error)
             else:
-                self.scheduler.submit(request)
+                self.scheduler.submit(request, message.sample_of)
 
     def _check(self, message: Submit, tenant: str | None) -> None:
         config, ids = self.config, message.new_ids

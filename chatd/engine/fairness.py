@@ -10,6 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator, Mapping
 
 from chatd.engine.messages import RequestClass
+from chatd.engine.plan import RequestId
 from chatd.engine.request import Request
 
 Tenant = str | None
@@ -141,6 +142,9 @@ class TenantQueue:
 class WaitingRequests:
     """All requests that wait, by class and tenant.
 
+    One that is set aside waits for another request to get on. It is counted, and no candidate for admission; so it
+    stands in nobody's way.
+
     Args:
         seconds_per_token: What a token of prefill takes, for the order within a tenant.
     """
@@ -148,15 +152,37 @@ class WaitingRequests:
     def __init__(self, seconds_per_token: float) -> None:
         self.seconds_per_token = seconds_per_token
         self._queues: dict[RequestClass, dict[Tenant, TenantQueue]] = {name: {} for name in _CLASS_ORDER}
+        self._aside: dict[RequestId, Request] = {}
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[Request]:
+        """Yield the candidates for admission, then those that are set aside."""
         for tenants in self._queues.values():
             for queue in tenants.values():
                 yield from queue
+        yield from self._aside.values()
+
+    def first(self) -> Request | None:
+        """Return a candidate for admission, of the highest class that has one; None where all are set aside."""
+        return next((queue.head for tenants in self._queues.values() for queue in tenants.values()), None)
+
+    def set_aside(self, request: Request) -> None:
+        """Make a queued request no candidate until it is put back."""
+        self.remove(request)
+        self._aside[request.request_id] = request
+        self._length += 1
+
+    def put_back(self, request: Request) -> None:
+        """Queue a request that was set aside."""
+        self.remove(request)
+        self.add(request)
+
+    def is_aside(self, request: Request) -> bool:
+        """Return whether a request is set aside."""
+        return request.request_id in self._aside
 
     def add(self, request: Request) -> None:
         """Queue a request; its key is made here and stays until it leaves."""
@@ -170,18 +196,23 @@ class WaitingRequests:
 
     def remove(self, request: Request) -> None:
         """Take a request out; it is admitted or has ended."""
+        self._length -= 1
+        if self._aside.pop(request.request_id, None) is not None:
+            return
         tenants = self._queues[request.request_class]
         tenants[request.tenant].remove(request)
         if not tenants[request.tenant]:
             del tenants[request.tenant]
-        self._length -= 1
 
     def of(self, request_class: RequestClass) -> Mapping[Tenant, TenantQueue]:
         """Return the queues of one class, by tenant; none is empty."""
         return self._queues[request_class]
 
     def positions(self) -> Iterator[tuple[Request, int]]:
-        """Yield each request with its place, from 1, in its tenant's own queue over all classes."""
+        """Yield each request with its place, from 1, in its tenant's own queue over all classes.
+
+        Those that are set aside stand at its end.
+        """
         behind: dict[Tenant, int] = {}
         for tenants in self._queues.values():
             for tenant, queue in tenants.items():
@@ -189,3 +220,6 @@ class WaitingRequests:
                 for offset, request in enumerate(queue, start=start + 1):
                     yield request, offset
                 behind[tenant] = start + len(queue)
+        for request in self._aside.values():
+            behind[request.tenant] = behind.get(request.tenant, 0) + 1
+            yield request, behind[request.tenant]

@@ -215,9 +215,10 @@ class Reporter:
     def _waiting(self) -> list[EngineMessage]:
         messages: list[EngineMessage] = []
         heads: dict[Tenant, WaitReason] = {}
-        for request, position in self._scheduler.waiting.positions():
+        waiting = self._scheduler.waiting
+        for request, position in waiting.positions():
             # Whoever stands behind waits for what the first one waits for.
-            why = heads.setdefault(request.tenant, request.why)
+            why = request.why if waiting.is_aside(request) else heads.setdefault(request.tenant, request.why)
             if request.told != (position, why):
                 request.told = (position, why)
                 messages.append(Waiting(request.request_id, position, why))

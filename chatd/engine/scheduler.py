@@ -40,6 +40,7 @@ from chatd.engine.plan import Plan, RequestId, StepOutput
 from chatd.engine.preemption import choose_victim
 from chatd.engine.prefill_order import PrefillOrder
 from chatd.engine.request import Request, RequestStatus
+from chatd.engine.samples import Samples
 from chatd.errors import EngineError
 from chatd.kvcache.leases import LeaseState, LeaseTable
 from chatd.kvcache.manager import KVCacheManager
@@ -58,6 +59,7 @@ class Scheduler:
         requests: All that have not ended.
         running: Of those, the admitted ones, in the order of admission.
         waiting: The others.
+        samples: Which of those wait for another one's prompt.
         admission: Lets them run.
         outbox: Messages for the front, in order; whoever sends them clears it.
         counts: Tokens served, by tenant.
@@ -80,6 +82,7 @@ class Scheduler:
         self.requests: dict[RequestId, Request] = {}
         self.running: list[Request] = []
         self.waiting = WaitingRequests(config.cost.per_row_s)
+        self.samples = Samples(leases, self.waiting)
         self.admission = Admission(config, kv, leases, self.counters, self.running, self._preempt)
         self.outbox: list[EngineMessage] = []
         self.counts: dict[Tenant, TenantCounts] = {}
@@ -92,13 +95,16 @@ class Scheduler:
 
     # Requests come and go.
 
-    def submit(self, request: Request) -> None:
-        """Queue a request; whoever calls has checked that it can fit."""
+    def submit(self, request: Request, sample_of: RequestId | None = None) -> None:
+        """Queue a request, perhaps as another sample of one's prompt; whoever calls has checked that it can fit."""
         self.requests[request.request_id] = request
         self.counters.enter(request.tenant)
         self.counts.setdefault(request.tenant, TenantCounts())
         self.waiting.add(request)
         self.leases.set_state(request.lease, LeaseState.QUEUED)
+        first = None if sample_of is None else self.requests.get(sample_of)
+        if first is not None:
+            self.samples.follow(request, first)
         self._note("submit", request, request.num_tokens, request.num_computed_tokens)
 
     def finish(self, request: Request, length: int, now: float) -> None:
@@ -281,8 +287,7 @@ class Scheduler:
             else:
                 self._preempt(victim, request)
         # With nothing running and no lease left to shrink, a lone request drops even its own shared blocks.
-        while not self._drafts and not self.running and self.waiting and only is None:
-            request = next(iter(self.waiting))
+        while not self._drafts and not self.running and only is None and (request := self.waiting.first()) is not None:
             self._preempted_now.clear()
             self.kv.free(request.lease.table)
             room = StepRoom(self.cost.parameters, self.config.max_num_batched_tokens, math.inf, least=1)
@@ -320,6 +325,8 @@ class Scheduler:
         if charged > request.num_charged_tokens:
             self.counters.charge(request.tenant, PROMPT_TOKEN_COST * (charged - request.num_charged_tokens))
             request.num_charged_tokens = charged
+        if end >= request.num_prompt_tokens:
+            self.samples.on_computed(request)
         if end < request.num_tokens:
             self.outbox.append(Prefill(request.request_id, end, request.num_tokens))
 
@@ -353,6 +360,7 @@ class Scheduler:
         self.running.remove(victim)
         self.waiting.add(victim)
         self.leases.set_state(victim.lease, LeaseState.QUEUED)
+        self.samples.on_lost(victim)
         self.outbox.append(Preempted(victim.request_id, resumed=False))
 
     def _end(
@@ -365,6 +373,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
+        self.samples.on_lost(request)
         del self.requests[request.request_id]
         self.counters.leave(request.tenant)
         lease, num_output = request.lease, request.num_output_tokens

@@ -126,6 +126,12 @@ class LeaseTable:
             self.set_state(lease, state)
         return fork
 
+    def share(self, lease: Lease, source: Lease, num_tokens: int) -> None:
+        """Let a lease hold the blocks of another one's first tokens in place of its own; their ids begin alike."""
+        self._manager.free(lease.table)
+        lease.table = self._manager.fork(source.table, num_tokens)
+        self.set_state(lease, lease.state, is_offer=False)
+
     def close(self, lease: Lease) -> None:
         """Forget a lease, its ids and its claim; closing it again changes nothing."""
         if self._leases.get(lease.lease_id) is not lease:

@@ -288,8 +288,12 @@ class EngineHarness:
         params: SamplingParams | None = None,
         request_class: RequestClass = RequestClass.INTERACTIVE,
         keep_lease: bool = True,
+        **search: Any,
     ) -> list[EngineMessage]:
-        """Submit a request on a lease that has the request's number unless it is given."""
+        """Submit a request on a lease that has the request's number unless it is given.
+
+        `search` are further fields of `Submit`: `sample_of`, `beam`, `compute_only`.
+        """
         return self.send(
             Submit(
                 RequestId(request),
@@ -300,6 +304,7 @@ class EngineHarness:
                 params or sampling_params(),
                 request_class,
                 keep_lease,
+                **search,
             )
         )
 

@@ -185,13 +185,34 @@ class Witness:
         request_class: RequestClass = RequestClass.INTERACTIVE,
         *,
         keep_lease: bool = True,
+        sample_of: RequestId | None = None,
     ) -> Job:
-        """Start a turn of an idle session; what does not fit is shortened until it does."""
+        """Start a turn of an idle session; what does not fit is shortened until it does.
+
+        Args:
+            session: Idle.
+            base_len: What the lease keeps.
+            new_ids: Appended.
+            params: How tokens are drawn.
+            request_class: Its place in the schedule.
+            keep_lease: As in `Submit`.
+            sample_of: A request whose prompt this may be another sample of. `sample` makes the sessions too.
+        """
         if base_len + len(new_ids) + 1 > self.config.max_model_len:
             base_len, new_ids = 0, new_ids[: self.shape.block_size] or [1]
         request = RequestId(self._next_id)
         self._next_id += 1
-        submit = Submit(request, session.lease, session.tenant, base_len, new_ids, params, request_class, keep_lease)
+        submit = Submit(
+            request,
+            session.lease,
+            session.tenant,
+            base_len,
+            new_ids,
+            params,
+            request_class,
+            keep_lease,
+            sample_of=sample_of,
+        )
         session.cut(base_len)
         session.extend(new_ids)
         session.job = job = Job(request, session, submit, len(session.token_ids))
@@ -199,6 +220,21 @@ class Witness:
         self.counts["submitted"] += 1
         self.send(submit)
         return job
+
+    def sample(self, job: Job, num_more: int, params: SamplingParams) -> list[Job]:
+        """Draw more answers to the prompt of a job that was just submitted, each in a fork of its session.
+
+        What the lease had before this turn is shared by `Fork`; the rest of the prompt is sent with each, as a front
+        does that wants `n` choices.
+        """
+        session, at = job.session, job.submit.base_len
+        new_ids = session.token_ids[at : job.num_prompt]
+        jobs = []
+        for _ in range(num_more):
+            fork = self.fork(session, at)
+            jobs.append(self.submit(fork, at, new_ids, params, job.submit.request_class, sample_of=job.request))
+            self.counts["sampled"] += 1
+        return jobs
 
     def fork(self, session: Session, at: int) -> Session:
         """Fork a session, idle or not."""

@@ -44,7 +44,7 @@ def test_every_invariant_holds_after_every_step(shape, hash_name):
     # A run in which nothing happens proves nothing.
     for what in (
         *("cached_tokens", "forked", "cancelled", "finished", "trimmed busy"),
-        *("end failed", "preempted", "evicted", "end stop"),
+        *("end failed", "preempted", "evicted", "end stop", "sampled"),
     ):
         assert counts[what] > 10, f"{what} hardly happened: {counts}"
 
