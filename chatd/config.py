@@ -126,6 +126,19 @@ class EngineSettings(_Section):
 
     block_size: Literal[16, 32, 64] = Field(16, description="Tokens of a KV block.")
     kv_memory: str = Field("auto", description='Bytes of the block pool, such as "2GiB", or "auto".')
+    host_memory: str = Field(
+        "0",
+        description='Bytes of host memory that keep KV which the pool has no room for, such as "8GiB"; 0 is off. On'
+        " the CPU it is the pool's own kind of memory, so a larger pool is better.",
+    )
+    disk_space: str = Field(
+        "0", description='Bytes of files that keep KV which no memory has room for, such as "50GiB"; 0 is off.'
+    )
+    disk_directory: Path | None = Field(
+        None,
+        description="Where those files are: a directory that only this daemon's user can write to; `kv` in your cache"
+        " folder where absent. One daemon at a time uses it.",
+    )
     max_num_seqs: int = Field(64, ge=1, le=4096, description="Requests in one batch.")
     max_num_batched_tokens: int = Field(512, ge=16, description="Rows of one step.")
     threads: int = Field(
@@ -336,8 +349,11 @@ def parse_bytes(text: str, *, param: str) -> int:
     number = text.strip().upper().rstrip("BIKMG")
     unit = text.strip().upper()[len(number) :]
     try:
-        return int(float(number) * _BYTE_UNITS[unit])
-    except (ValueError, KeyError):
+        size = int(float(number) * _BYTE_UNITS[unit])
+        if size < 0:
+            raise ValueError("less than nothing")
+        return size
+    except (ValueError, KeyError, OverflowError):
         raise ConfigError(f'{text!r} is not a size such as "2GiB" ({param})', param=param) from None
 
 

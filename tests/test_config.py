@@ -111,7 +111,7 @@ def test_sizes_are_read(text: str, size: int) -> None:
     assert parse_bytes(text, param="engine.kv_memory") == size
 
 
-@pytest.mark.parametrize("text", ["", "x", "GiB", "2 TB!", "1e", "nan", "-"])
+@pytest.mark.parametrize("text", ["", "x", "GiB", "2 TB!", "1e", "nan", "-", "-1GiB", "1e999"])
 def test_a_text_that_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"engine\.kv_memory"):
         parse_bytes(text, param="engine.kv_memory")

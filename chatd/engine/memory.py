@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chatd.engine.cgroup import MemoryRoom
-from chatd.errors import EnvironmentProblem
+from chatd.errors import ConfigError, EnvironmentProblem
 
 DEFAULT_SHARE = 0.25
 """Part of the memory limit that the pool takes at most where its size is not given."""
@@ -15,6 +15,9 @@ DEFAULT_CONTEXTS = 16
 
 RESERVE_BYTES = 384 * 2**20
 """Left free beside the pool: activations and logits of a step, the ids of leases, the allocator's slack."""
+
+STAGING_SLOTS = 64
+"""Blocks that the host's buffer holds at least where there is a disk behind it."""
 
 MIN_MODEL_LEN = 256
 """A pool that holds no context of this many tokens is refused."""
@@ -38,6 +41,42 @@ class PoolSize:
     kv_bytes: int
     max_model_len: int
     notes: list[str]
+
+
+def size_host(
+    *, block_bytes: int, host_memory_bytes: int, needs_staging: bool, room: MemoryRoom
+) -> tuple[int, MemoryRoom]:
+    """Choose how many blocks the host's buffer holds, and return that with the room which it leaves.
+
+    Args:
+        block_bytes: One block, all layers.
+        host_memory_bytes: The size that was asked for; 0 is none.
+        needs_staging: What is read from the disk, and written to it, passes through the buffer.
+        room: Memory that is left once the weights are loaded.
+
+    Raises:
+        EnvironmentProblem: `no_room_for_host`.
+        ConfigError: Not one block fits.
+    """
+    num_slots = host_memory_bytes // block_bytes
+    if needs_staging:
+        num_slots = max(num_slots, STAGING_SLOTS)
+    elif host_memory_bytes and not num_slots:
+        raise ConfigError(
+            f"{host_memory_bytes} bytes hold no block, which takes {block_bytes} (host_memory)",
+            param="engine.host_memory",
+        )
+    size = num_slots * block_bytes
+    free = max(0, room.available - RESERVE_BYTES)
+    if size > free:
+        raise EnvironmentProblem(
+            f"{_mib(size)} for KV outside the pool do not fit: {_mib(room.available)} of {_mib(room.limit)} are free, "
+            f"and {_mib(RESERVE_BYTES)} stay free for the rest (host_memory)",
+            code="no_room_for_host",
+            param="engine.host_memory",
+            hint="ask for less with --host-memory" if host_memory_bytes else "turn it off with --disk-space 0",
+        )
+    return num_slots, MemoryRoom(room.limit, room.available - size)
 
 
 def size_pool(

@@ -37,6 +37,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         max_model_len: Tokens of a context; the model's own limit where None. Lowered to what fits the pool.
         block_size: Tokens of a block.
         kv_memory_bytes: Size of the pool; chosen from free memory where None.
+        host_memory_bytes: Size of the host's buffer for blocks that the pool has no room for; 0 is off.
+        disk_space_bytes: Size of the files that keep such blocks; 0 is off.
+        disk_directory: Where they are.
         max_num_seqs: Requests in one batch.
         max_num_batched_tokens: Rows of one step.
         max_queued_requests: Requests that may wait, all tenants together.
@@ -53,6 +56,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_model_len: int | None = None
     block_size: int = 16
     kv_memory_bytes: int | None = None
+    host_memory_bytes: int = 0
+    disk_space_bytes: int = 0
+    disk_directory: str = ""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_queued_requests: int = 4096

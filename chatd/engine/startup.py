@@ -14,8 +14,9 @@ import torch
 from chatd.config import cache_dir
 from chatd.engine.cgroup import MemoryRoom, available_cpus, memory_room
 from chatd.engine.core import EngineConfig, EngineCore, TenantLimits
+from chatd.engine.lower_tiers import LowerTiers, allocate_host, open_lower_tiers
 from chatd.engine.mapped_memory import map_memory
-from chatd.engine.memory import PoolSize, size_pool
+from chatd.engine.memory import PoolSize, size_host, size_pool
 from chatd.engine.messages import Ready
 from chatd.engine.model_runner import ModelRunner
 from chatd.engine.options import EngineOptions
@@ -47,6 +48,7 @@ class LoadedModel:
         pool: Size of the KV cache that is bound to the decoder.
         quantization: Weight format that runs.
         notes: For the person at the terminal.
+        tiers: What is below the pool.
     """
 
     runner: ModelRunner
@@ -54,6 +56,7 @@ class LoadedModel:
     pool: PoolSize
     quantization: str
     notes: list[str]
+    tiers: LowerTiers
 
 
 def build_engine(options: EngineOptions, clock: Callable[[], float], report: Report) -> tuple[EngineCore, Ready]:
@@ -85,6 +88,7 @@ def build_engine(options: EngineOptions, clock: Callable[[], float], report: Rep
         },
         eos_token_ids=frozenset(load_generation_defaults(Path(options.model_path)).stop_token_ids),
         vocab_size=model.decoder.config.vocab_size,
+        transfer_costs=model.tiers.costs,
     )
     notes = list(model.notes)
     if config.max_model_len < pool.max_model_len:
@@ -129,11 +133,14 @@ def load_model(options: EngineOptions, report: Report, room: Callable[[], Memory
     )
     kernels.wait(report)
     report("allocating the KV pool", 0.0)
-    pool = _bind_pool(decoder, options, room())
-    runner = ModelRunner(decoder)
+    pool, num_slots = _bind_pool(decoder, options, room())
+    cache = decoder.kv_cache
+    host = allocate_host(num_slots, cache.layout, is_pinned=cache.data.is_cuda)
+    runner = ModelRunner(decoder, host)
     report("trying a step", 0.0)
     _try_steps(runner, options)
-    return LoadedModel(runner, decoder, pool, options.quantization, pool.notes)
+    tiers = open_lower_tiers(options, cache, host)
+    return LoadedModel(runner, decoder, pool, options.quantization, [*pool.notes, *tiers.notes], tiers)
 
 
 class _KernelWarmUp:
@@ -162,10 +169,17 @@ class _KernelWarmUp:
         self._progress = done / total
 
 
-def _bind_pool(decoder: Decoder, options: EngineOptions, room: MemoryRoom) -> PoolSize:
+def _bind_pool(decoder: Decoder, options: EngineOptions, room: MemoryRoom) -> tuple[PoolSize, int]:
+    """Allocate the pool, and return its size and the slots that there is room for on the host."""
     config = decoder.config
     dtype = _KV_DTYPES[options.kv_dtype]
     layout = KVCacheLayout(config.num_layers, config.num_kv_heads, options.block_size, config.head_dim, dtype)
+    num_slots, room = size_host(
+        block_bytes=layout.block_bytes,
+        host_memory_bytes=options.host_memory_bytes,
+        needs_staging=options.disk_space_bytes > 0,
+        room=room,
+    )
     pool = size_pool(
         block_bytes=layout.block_bytes,
         block_size=options.block_size,
@@ -184,7 +198,7 @@ def _bind_pool(decoder: Decoder, options: EngineOptions, room: MemoryRoom) -> Po
         ) from error
     shape = (pool.num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size * layout.head_dim)
     decoder.bind_kv_cache(KVCache(memory.view(dtype).view(shape), layout))
-    return pool
+    return pool, num_slots
 
 
 def _try_steps(runner: ModelRunner, options: EngineOptions) -> None:

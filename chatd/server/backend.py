@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
-from chatd.config import Settings, parse_bytes
+from chatd.config import Settings, cache_dir, parse_bytes
 from chatd.engine.client import EngineClient
 from chatd.engine.messages import Ready
 from chatd.engine.options import EngineOptions, TenantShare
@@ -183,11 +183,14 @@ def engine_options(settings: Settings) -> Callable[[ModelFiles], EngineOptions]:
     """Return what makes the engine's options once the model is known; settings that are wrong are refused now.
 
     Raises:
-        ConfigError: `engine.kv_memory` is no size.
+        ConfigError: `engine.kv_memory`, `engine.host_memory` or `engine.disk_space` is no size.
     """
     model, engine = settings.model, settings.engine
     kv_memory = engine.kv_memory.strip()
     kv_bytes = None if kv_memory.lower() == "auto" else parse_bytes(kv_memory, param="engine.kv_memory")
+    host_bytes = parse_bytes(engine.host_memory, param="engine.host_memory")
+    disk_bytes = parse_bytes(engine.disk_space, param="engine.disk_space")
+    disk_directory = engine.disk_directory or cache_dir() / "kv"
     tenants: Mapping[str, TenantShare] = {
         name: TenantShare(weight=share.weight, floor=share.floor) for name, share in settings.tenants.items()
     }
@@ -202,6 +205,9 @@ def engine_options(settings: Settings) -> Callable[[ModelFiles], EngineOptions]:
             max_model_len=model.max_model_len,
             block_size=engine.block_size,
             kv_memory_bytes=kv_bytes,
+            host_memory_bytes=host_bytes,
+            disk_space_bytes=disk_bytes,
+            disk_directory=str(disk_directory.expanduser().absolute()),
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=engine.max_num_batched_tokens,
             max_queued_requests=engine.max_queued_requests,

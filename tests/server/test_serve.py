@@ -19,7 +19,7 @@ from openai import AsyncOpenAI
 from websockets.asyncio.client import connect
 
 from chatd.client import Client
-from chatd.config import Settings, child_environment
+from chatd.config import Settings, cache_dir, child_environment
 from chatd.errors import ConfigError, ModelError, PortInUse, Unavailable
 from chatd.models.registry import resolve
 from chatd.protocol import Params, PoolSnapshot, PoolSubscribe, decode_event, encode, unpack_cells
@@ -134,9 +134,10 @@ async def test_settings_that_cannot_be_served_are_refused_before_loading(local_s
         await serve_async(Settings(server=server), make_backend=lambda *_made: pytest.fail("loaded"))
 
 
-async def test_a_size_of_the_pool_that_is_none_is_refused_before_loading(local_state) -> None:
-    with pytest.raises(ConfigError, match="kv_memory"):
-        await serve_async(Settings(engine={"kv_memory": "lots"}), make_backend=lambda *_made: pytest.fail("loaded"))
+@pytest.mark.parametrize("setting", ["kv_memory", "host_memory", "disk_space"])
+async def test_a_size_that_is_none_is_refused_before_loading(local_state, setting) -> None:
+    with pytest.raises(ConfigError, match=rf"engine\.{setting}"):
+        await serve_async(Settings(engine={setting: "lots"}), make_backend=lambda *_made: pytest.fail("loaded"))
 
 
 def test_settings_reach_the_engine_and_the_sessions(tmp_path) -> None:
@@ -144,7 +145,15 @@ def test_settings_reach_the_engine_and_the_sessions(tmp_path) -> None:
         id, path, digest = "m", tmp_path, "d1"
 
     settings = Settings(
-        engine={"kv_memory": "1MiB", "block_size": 32, "max_num_seqs": 3, "threads": 1},
+        engine={
+            "kv_memory": "1MiB",
+            "host_memory": "2MiB",
+            "disk_space": "3MiB",
+            "disk_directory": tmp_path / "kv",
+            "block_size": 32,
+            "max_num_seqs": 3,
+            "threads": 1,
+        },
         model={"quantization": "int8", "max_model_len": 128},
         sessions={"max_sessions_per_user": 9, "max_content_bytes": 2048},
         quotas={"max_inflight": 5},
@@ -154,12 +163,17 @@ def test_settings_reach_the_engine_and_the_sessions(tmp_path) -> None:
     options = engine_options(settings)(Files())
     assert (options.model_id, options.model_path, options.model_digest) == ("m", str(tmp_path), "d1")
     assert (options.kv_memory_bytes, options.block_size, options.max_num_seqs) == (2**20, 32, 3)
+    assert (options.host_memory_bytes, options.disk_space_bytes) == (2 * 2**20, 3 * 2**20)
+    assert options.disk_directory == str(tmp_path / "kv")
     assert (options.quantization, options.max_model_len, options.num_threads) == ("int8", 128, 1)
     assert (options.tenants["acme"].weight, options.tenants["acme"].floor) == (2.0, 0.25)
     limits = session_limits(settings)
     assert (limits.max_sessions_per_user, limits.max_content_bytes) == (9, 2048)
     assert (limits.max_turns_per_user, limits.max_history_bytes) == (5, 4096)
-    assert engine_options(Settings())(Files()).kv_memory_bytes is None
+    defaults = engine_options(Settings())(Files())
+    assert defaults.kv_memory_bytes is None
+    assert (defaults.host_memory_bytes, defaults.disk_space_bytes) == (0, 0)
+    assert defaults.disk_directory == str(cache_dir() / "kv")
 
 
 def test_tls_is_off_without_a_certificate() -> None:
