@@ -130,6 +130,22 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
 
 
+class Siblings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The other messages that follow the same one: versions of a message that was edited or regenerated.
+
+    Attributes:
+        index: Which of them this is, from 1.
+        count: How many there are.
+        previous: What `branch.select` takes to show the one before: the end of that branch as it was last seen.
+        next: Likewise for the one after.
+    """
+
+    index: int
+    count: int
+    previous: str | None = None
+    next: str | None = None
+
+
 class Item(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One message of a session's tree.
 
@@ -142,6 +158,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         reason: Of a finished answer, why it ended.
         usage: Of a finished answer.
         timings: Of a finished answer.
+        siblings: Where there are others beside it.
     """
 
     id: str
@@ -152,6 +169,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+    siblings: Siblings | None = None
 
 
 class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -290,6 +308,14 @@ class SessionClose(_Command, frozen=True, kw_only=True, tag="session.close"):
     session: SessionId
 
 
+class SessionFork(_Command, frozen=True, kw_only=True, tag="session.fork"):
+    """Open a session with the messages up to `at`, else all of them; the connection is attached to it as a writer."""
+
+    session: SessionId
+    at: ItemId | None = None
+    title: Title | None = None
+
+
 class UserMessage(_Command, frozen=True, kw_only=True, tag="user.message"):
     """Say something; an answer follows unless `respond` is false."""
 
@@ -298,6 +324,31 @@ class UserMessage(_Command, frozen=True, kw_only=True, tag="user.message"):
     parent: ItemId | None = None
     params: Params | None = None
     respond: bool = True
+
+
+class MessageEdit(_Command, frozen=True, kw_only=True, tag="message.edit"):
+    """Say something else in a message's place, beside it; an answer follows unless `respond` is false."""
+
+    session: SessionId
+    item: ItemId
+    content: str
+    params: Params | None = None
+    respond: bool = True
+
+
+class ResponseRegenerate(_Command, frozen=True, kw_only=True, tag="response.regenerate"):
+    """Have another answer beside `item`, else beside the last one, from the same prompt with a fresh seed."""
+
+    session: SessionId
+    item: ItemId | None = None
+    params: Params | None = None
+
+
+class BranchSelect(_Command, frozen=True, kw_only=True, tag="branch.select"):
+    """Go on from `leaf`: the conversation is the path to it."""
+
+    session: SessionId
+    leaf: ItemId
 
 
 class ResponseCancel(_Command, frozen=True, kw_only=True, tag="response.cancel"):
@@ -332,7 +383,11 @@ Command = (
     | SessionUpdate
     | SessionDetach
     | SessionClose
+    | SessionFork
     | UserMessage
+    | MessageEdit
+    | ResponseRegenerate
+    | BranchSelect
     | ResponseCancel
     | PoolSubscribe
     | PoolUnsubscribe
@@ -384,10 +439,22 @@ class Hello(_Event, frozen=True, kw_only=True, tag="hello"):
 
 
 class SessionCreated(_Event, frozen=True, kw_only=True, tag="session.created"):
-    """Answers `session.create`."""
+    """Answers `session.create` and `session.fork`.
+
+    Attributes:
+        session: The new session.
+        head_seq: Events after this one follow.
+        shared_tokens: Of a fork: tokens whose KV it has in common with the other session.
+        shared_blocks: The blocks that hold them.
+        copies_on_write: How many of these are copied by whoever goes on first: the last one, where it is partly full.
+        re: Of the command.
+    """
 
     session: SessionInfo
     head_seq: int = 0
+    shared_tokens: int = 0
+    shared_blocks: int = 0
+    copies_on_write: int = 0
     re: str | None = None
 
 
@@ -449,11 +516,28 @@ class ItemAdded(_Transcript, frozen=True, kw_only=True, tag="item.added"):
     re: str | None = None
 
 
-class ResponseCreated(_Transcript, frozen=True, kw_only=True, tag="response.created"):
-    """An answer began; `item` is its empty message."""
+class BranchSelected(_Transcript, frozen=True, kw_only=True, tag="branch.selected"):
+    """The conversation is another path of the tree now.
+
+    Attributes:
+        leaf: Its last message.
+        parent: The last message that stays as it was shown; None where nothing does.
+        items: What follows that one, in order.
+        re: On the connection that asked.
+    """
+
+    leaf: str
+    items: list[Item]
+    parent: str | None = None
+    re: str | None = None
+
+
+class ResponseCreated(_Transcript, frozen=True, kw_only=True, tag="response.created", omit_defaults=True):
+    """An answer began; `item` is its empty message; `re` on the connection that asked for another one."""
 
     response: str
     item: Item
+    re: str | None = None
 
 
 class OutputTextDelta(_Transcript, frozen=True, kw_only=True, tag="response.output_text.delta", omit_defaults=True):
@@ -495,11 +579,20 @@ class ResponseIncomplete(_Transcript, frozen=True, kw_only=True, tag="response.i
 
 
 class ResponseFailed(_Transcript, frozen=True, kw_only=True, tag="response.failed"):
-    """The turn failed; the session is as it was before the turn's user message."""
+    """The turn failed; the session is as it was before the turn.
+
+    Attributes:
+        response: Which.
+        item_id: Its answer, which is gone.
+        error: Why.
+        parent: The last message that stays, None where none does. Where the turn went on from elsewhere than the head,
+            `branch.selected` follows.
+    """
 
     response: str
     item_id: str
     error: ErrorBody
+    parent: str | None = None
 
 
 class SessionUpdated(_Transcript, frozen=True, kw_only=True, tag="session.updated"):
@@ -687,6 +780,7 @@ Event = (
     | SessionDetached
     | SessionClosed
     | ItemAdded
+    | BranchSelected
     | ResponseCreated
     | OutputTextDelta
     | ResponseCompleted
@@ -713,6 +807,7 @@ EVENTS: tuple[type[_Event], ...] = Event.__args__
 EVENT_TYPES: frozenset[str] = frozenset(str(event.__struct_config__.tag) for event in EVENTS)
 TranscriptEvent = (
     ItemAdded
+    | BranchSelected
     | ResponseCreated
     | OutputTextDelta
     | ResponseCompleted

@@ -28,6 +28,7 @@ from chatd.engine.messages import (
     Finish,
     FinishReason,
     Fork,
+    Forked,
     FrontMessage,
     LeaseId,
     LeaseLost,
@@ -273,13 +274,15 @@ class EngineCore:
 
     def _fork(self, message: Fork) -> None:
         lease = self.leases.get(message.lease)
-        if lease is None or self.leases.get(message.new_lease) is not None:
-            return
-        if not 0 <= message.at <= len(lease.token_ids):
-            return  # As any lease that is not known, the new one is answered with `LeaseLost`.
-        fork = self.leases.fork(lease, message.new_lease, message.at)
+        fork = None
+        # A new lease that is not opened is answered with `LeaseLost` when it is used, as any that is not known.
+        if lease is not None and self.leases.get(message.new_lease) is None and 0 <= message.at <= len(lease.token_ids):
+            fork = self.leases.fork(lease, message.new_lease, message.at)
+        num_tokens = num_blocks = 0
         if fork is not None:
             self.leases.set_idle(fork)
+            num_tokens, num_blocks = fork.table.num_computed_tokens, len(fork.table.block_ids)
+        self.scheduler.outbox.append(Forked(message.new_lease, num_tokens, num_blocks))
 
     def _trim(self, message: Trim) -> None:
         lease = self.leases.get(message.lease)

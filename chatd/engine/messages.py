@@ -343,6 +343,20 @@ class Beams(_Message, frozen=True):
     sequences: list[BeamSequence]
 
 
+class Forked(_Message, frozen=True):
+    """Answers `Fork`: what the new lease has in common with the other one now; nothing where it could not be opened.
+
+    Attributes:
+        lease: The new one.
+        num_tokens: Leading tokens whose KV is shared.
+        num_blocks: The blocks that hold them; a last one that is partly full is copied by whoever appends first.
+    """
+
+    lease: LeaseId
+    num_tokens: int
+    num_blocks: int
+
+
 class LeaseLost(_Message, frozen=True):
     """The engine holds less of a lease than `base_len`; submit again with the whole log and `base_len` 0."""
 
@@ -521,6 +535,7 @@ EngineMessage = (
     | Tokens
     | Beams
     | Done
+    | Forked
     | LeaseLost
     | LeaseTier
     | Waiting

@@ -16,9 +16,12 @@ from chatd.engine.messages import RequestClass
 from chatd.errors import PermissionDenied
 from chatd.protocol import (
     COMMANDS,
+    BranchSelect,
+    BranchSelected,
     Command,
     Event,
     ItemAdded,
+    MessageEdit,
     Params,
     Ping,
     Pong,
@@ -27,6 +30,8 @@ from chatd.protocol import (
     PoolUnsubscribed,
     RateLimitsUpdated,
     ResponseCancel,
+    ResponseCreated,
+    ResponseRegenerate,
     SessionAttach,
     SessionClose,
     SessionClosed,
@@ -34,6 +39,7 @@ from chatd.protocol import (
     SessionCreated,
     SessionDetach,
     SessionDetached,
+    SessionFork,
     SessionGet,
     SessionGot,
     SessionList,
@@ -100,22 +106,40 @@ def _repeat(connection: Connection, command: Command, earlier: Event) -> None:
     """Give the first answer again; a session that was created is attached to this connection too."""
     if isinstance(earlier, SessionCreated):
         session = connection.daemon.manager.resolve(connection.owner, earlier.session.id)
-        _attach_new(connection, session, command.id)
+        _attach_new(connection, session, earlier)
     else:
         connection.deliver(earlier)
 
 
 async def _session_create(connection: Connection, command: SessionCreate) -> Event | None:
+    manager = connection.daemon.manager
     connection.daemon.check_accepting()
-    session = await connection.daemon.manager.create(connection.owner, command)
-    return _attach_new(connection, session, command.id)
+    session = await manager.create(connection.owner, command)
+    return _attach_new(connection, session, SessionCreated(session=manager.info(session), re=command.id))
 
 
-def _attach_new(connection: Connection, session: Session, re: str | None) -> Event:
+async def _session_fork(connection: Connection, command: SessionFork) -> Event | None:
+    manager = connection.daemon.manager
+    connection.daemon.check_accepting()
+    source = manager.resolve(connection.owner, command.session)
+    session, forked = await manager.fork(source, command, connection)
+    created = SessionCreated(
+        session=manager.info(session),
+        shared_tokens=forked.num_tokens,
+        shared_blocks=forked.num_blocks,
+        copies_on_write=int(forked.num_tokens % manager.model.block_size > 0),
+        re=command.id,
+    )
+    return _attach_new(connection, session, created)
+
+
+def _attach_new(connection: Connection, session: Session, created: SessionCreated) -> Event:
+    """Attach a connection to a session that it made, and answer it with `created` as things are now."""
     manager = connection.daemon.manager
     if connection.is_closed:
-        return SessionCreated(session=manager.info(session), re=re)
-    created = manager.created(session, connection, re=re)
+        return created
+    attached = manager.created(session, connection, re=created.re)
+    created = msgspec.structs.replace(created, session=attached.session, head_seq=attached.head_seq)
     connection.deliver(created)
     manager.start(session, connection)
     return created
@@ -169,22 +193,52 @@ async def _session_close(connection: Connection, command: SessionClose) -> Event
 
 
 async def _user_message(connection: Connection, command: UserMessage) -> Event | None:
+    manager = connection.daemon.manager
+    return await _say(connection, command, manager.user_message)
+
+
+async def _message_edit(connection: Connection, command: MessageEdit) -> Event | None:
+    return await _say(connection, command, connection.daemon.manager.edit)
+
+
+async def _say(
+    connection: Connection, command: UserMessage | MessageEdit, say: Callable[..., Awaitable[None]]
+) -> Event | None:
     daemon = connection.daemon
     daemon.check_accepting()
     session = daemon.manager.resolve(connection.owner, command.session)
     before = session.ring.head_seq
-    if not command.respond:
-        await daemon.manager.user_message(session, command, connection)
-        return _first_after(session, before, ItemAdded, command.id)
+    if command.respond:
+        await _take_turn(connection, session, lambda given: say(session, command, connection, request_class=given))
+    else:
+        await say(session, command, connection)
+    return _first_after(session, before, ItemAdded, command.id)
+
+
+async def _response_regenerate(connection: Connection, command: ResponseRegenerate) -> Event | None:
+    daemon = connection.daemon
+    daemon.check_accepting()
+    manager = daemon.manager
+    session = manager.resolve(connection.owner, command.session)
+    before = session.ring.head_seq
+    await _take_turn(
+        connection, session, lambda given: manager.regenerate(session, command, connection, request_class=given)
+    )
+    return _first_after(session, before, ResponseCreated, command.id)
+
+
+async def _take_turn(
+    connection: Connection, session: Session, begin: Callable[[RequestClass], Awaitable[None]]
+) -> None:
+    """Begin a turn within the key's quota, and charge it when it has ended."""
+    daemon = connection.daemon
     quota = daemon.quota_of(connection.principal)
     quota.admit()
     try:
-        request_class = RequestClass(connection.principal.key_class)
-        await daemon.manager.user_message(session, command, connection, request_class=request_class)
+        await begin(RequestClass(connection.principal.key_class))
     except BaseException:
         quota.refund()
         raise
-    added = _first_after(session, before, ItemAdded, command.id)
     if session.turn is not None:
         daemon.spawn(_charge(session.turn, quota), "charge of a turn")
     else:
@@ -192,11 +246,21 @@ async def _user_message(connection: Connection, command: UserMessage) -> Event |
     limits = quota.state()
     if limits:
         connection.deliver(RateLimitsUpdated(limits=[dict(row) for row in limits]))
-    return added
+
+
+async def _branch_select(connection: Connection, command: BranchSelect) -> Event | None:
+    manager = connection.daemon.manager
+    session = manager.resolve(connection.owner, command.session)
+    before = session.ring.head_seq
+    await manager.select_branch(session, command, connection)
+    return _first_after(session, before, BranchSelected, command.id)
 
 
 def _first_after(
-    session: Session, seq: int, kind: type[ItemAdded] | type[SessionUpdated], re: str | None
+    session: Session,
+    seq: int,
+    kind: type[ItemAdded] | type[SessionUpdated] | type[ResponseCreated] | type[BranchSelected],
+    re: str | None,
 ) -> Event | None:
     """Return the event with which a command was answered, to give it again."""
     for event in session.ring.after(seq) or ():
@@ -256,7 +320,11 @@ VERBS: Mapping[type, Verb] = {
     SessionUpdate: Verb(Access.KEY, _session_update, once=True),
     SessionDetach: Verb(Access.KEY, _session_detach),
     SessionClose: Verb(Access.KEY, _session_close, once=True),
+    SessionFork: Verb(Access.KEY, _session_fork, once=True),
     UserMessage: Verb(Access.KEY, _user_message, once=True),
+    MessageEdit: Verb(Access.KEY, _message_edit, once=True),
+    ResponseRegenerate: Verb(Access.KEY, _response_regenerate, once=True),
+    BranchSelect: Verb(Access.KEY, _branch_select, once=True),
     ResponseCancel: Verb(Access.KEY, _response_cancel),
     PoolSubscribe: Verb(Access.KEY, _pool_subscribe),
     PoolUnsubscribe: Verb(Access.KEY, _pool_unsubscribe),

@@ -7,7 +7,7 @@ that no answer followed yet is text only; its ids come into being with the promp
 renders it in its place.
 
 All changes go through the methods here, and nodes are never changed once their answer has ended, so paths can be shared
-between conversations.
+between conversations. What belongs to one tree alone, as which messages follow one, is the conversation's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from sys import getsizeof
 
 from chatd.engine.sampling import SamplingParams
-from chatd.protocol import Item, ItemStatus, Message, Role, Timings, Usage
+from chatd.protocol import Item, ItemStatus, Message, Role, Siblings, Timings, Usage
 from chatd.sessions.events import Subscriber
 
 __all__ = ["Conversation", "Node", "Owner", "Subscriber"]
@@ -94,7 +94,7 @@ class Node:
         """Add to the text of an answer in progress."""
         self._parts.append(text)
 
-    def to_item(self) -> Item:
+    def to_item(self, siblings: Siblings | None = None) -> Item:
         """Return the message as clients see it."""
         return Item(
             id=self.id,
@@ -105,6 +105,7 @@ class Node:
             reason=self.reason,
             usage=self.usage,
             timings=self.timings,
+            siblings=siblings,
         )
 
     def to_message(self) -> Message:
@@ -123,9 +124,13 @@ class Conversation:
     def __init__(self, system: str | None = None, head: Node | None = None) -> None:
         self.system = system
         self.head = head
-        self._nodes: dict[str, Node] = {node.id: node for node in path_to(head)}
-        self.num_bytes = 0
-        """Memory of the messages that were added here, about; what was shared at the start is not counted."""
+        path = path_to(head)
+        self._nodes: dict[str, Node] = {node.id: node for node in path}
+        # What follows each message, in order, and which of them was last on the way to the head; None is the start.
+        self._children: dict[Node | None, list[Node]] = {node.parent: [node] for node in path}
+        self._last_seen: dict[Node | None, Node] = {node.parent: node for node in path}
+        self.num_bytes = sum(node.num_bytes for node in path)
+        """Memory of the messages, about. What is shared counts in full: it stays when the other conversation goes."""
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -140,6 +145,39 @@ class Conversation:
     def path(self) -> list[Node]:
         """Return the messages from the first to the head."""
         return path_to(self.head)
+
+    def select(self, node: Node) -> None:
+        """Make a message the head."""
+        assert self._nodes.get(node.id) is node, f"{node.id} is no message of this conversation"
+        fork = common_node(self.head, node)
+        self.head = node
+        while node is not fork:
+            self._last_seen[node.parent] = node
+            if node.parent is None:
+                break
+            node = node.parent
+
+    def item_of(self, node: Node) -> Item:
+        """Return a message as clients see it, with what there is beside it."""
+        return node.to_item(self._siblings_of(node))
+
+    def _siblings_of(self, node: Node) -> Siblings | None:
+        siblings = self._children.get(node.parent, ())
+        if len(siblings) < 2:
+            return None
+        index = siblings.index(node)
+        return Siblings(
+            index=index + 1,
+            count=len(siblings),
+            previous=self._leaf_below(siblings[index - 1]).id if index else None,
+            next=self._leaf_below(siblings[index + 1]).id if index + 1 < len(siblings) else None,
+        )
+
+    def _leaf_below(self, node: Node) -> Node:
+        """Return the end of the branch through a message, as it was last seen."""
+        while (child := self._last_seen.get(node)) is not None:
+            node = child
+        return node
 
     @property
     def num_tokens(self) -> int:
@@ -163,7 +201,8 @@ class Conversation:
             node.append_text(content)
         self._charge(node, MESSAGE_OVERHEAD_BYTES + getsizeof(content))
         self._nodes[node_id] = node
-        self.head = node
+        self._children.setdefault(parent, []).append(node)
+        self.select(node)
         return node
 
     def begin_answer(
@@ -197,13 +236,26 @@ class Conversation:
         """Take a failed turn out again, from `node` to the head, and go back to the head before it."""
         removed = self.head
         while removed is not None:
-            del self._nodes[removed.id]
-            self.num_bytes -= removed.num_bytes
+            self._remove(removed)
             if removed is node:
                 break
             removed = removed.parent
         assert removed is node, f"{node.id} is not on the path to the head"
-        self.head = previous_head
+        self.head = node.parent
+        if previous_head is not None:
+            self.select(previous_head)
+
+    def _remove(self, node: Node) -> None:
+        """Take a message that nothing follows out of the tree."""
+        assert node not in self._children, f"{node.id} is followed by other messages"
+        del self._nodes[node.id]
+        self.num_bytes -= node.num_bytes
+        siblings = self._children[node.parent]
+        siblings.remove(node)
+        if siblings:
+            self._last_seen[node.parent] = siblings[-1]
+        else:
+            del self._children[node.parent], self._last_seen[node.parent]
 
     def _charge(self, node: Node, num_bytes: int) -> None:
         node.num_bytes += num_bytes
@@ -261,12 +313,47 @@ def log_between(node: Node | None, start: int) -> list[int]:
     return [token_id for part in reversed(parts) for token_id in part]
 
 
-def common_length(a: Node | None, b: Node | None) -> int:
-    """Return how many ids the logs of two paths of one tree share by having the same messages."""
+def common_node(a: Node | None, b: Node | None) -> Node | None:
+    """Return the last message that two paths of one tree have in common; None where they part at the start."""
     while a is not b:
         if b is None or (a is not None and a.depth >= b.depth):
-            assert a is not None
+            assert a is not None, "two paths of two trees"
             a = a.parent
         else:
             b = b.parent
-    return 0 if a is None else a.num_tokens
+    return a
+
+
+def common_length(a: Node | None, b: Node | None) -> int:
+    """Return how many ids the logs of two paths of one tree share by having the same messages."""
+    common = common_node(a, b)
+    return 0 if common is None else common.num_tokens
+
+
+def common_prefix(a: Node | None, answer: Node) -> int:
+    """Return how many ids the log of a path shares with what goes before an answer of the same tree.
+
+    Where they part at two answers, these have the same prompt but for what was edited, so their ids are compared. At
+    least one id of the answer's prompt is left, since it has to be computed for its logits.
+    """
+    common = common_node(a, answer.parent)
+    length = 0 if common is None else common.num_tokens
+    old, new = _first_answer_after(common, a), _first_answer_after(common, answer)
+    if old is None or new is None:
+        return length
+    limit = min(len(old.prompt_ids), len(new.prompt_ids) - (new is answer))
+    num_equal = 0
+    while num_equal < limit and old.prompt_ids[num_equal] == new.prompt_ids[num_equal]:
+        num_equal += 1
+    return length + num_equal
+
+
+def _first_answer_after(start: Node | None, end: Node | None) -> Node | None:
+    """Return the first answer after `start` on the path to `end`."""
+    found = None
+    while end is not start:
+        assert end is not None, "the end is not on a path through the start"
+        if end.is_answer:
+            found = end
+        end = end.parent
+    return found

@@ -10,6 +10,7 @@ from chatd.engine.client import EngineDied, EngineEvent
 from chatd.engine.messages import (
     Done,
     EngineStats,
+    Forked,
     LeaseId,
     LeaseLost,
     LeaseTier,
@@ -144,6 +145,8 @@ class EngineEvents:
                 self._on_waiting(message)
             case Preempted():
                 self._on_preempted(message)
+            case Forked():
+                self._requests.on_forked(message)
             case LeaseLost():
                 self._runner.on_lease_lost(message.request)
             case LeaseTier():

@@ -7,13 +7,14 @@ is new.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 
-from chatd.engine.messages import Cancel, Finish, Fork, FrontMessage, LeaseId, Release, Retain, Submit, Tier
+from chatd.engine.messages import Cancel, Finish, Fork, Forked, FrontMessage, LeaseId, Release, Retain, Submit, Tier
 from chatd.engine.plan import RequestId
 from chatd.errors import Unavailable
-from chatd.sessions.conversation import Node, common_length, log_between
+from chatd.sessions.conversation import Node, common_length, common_prefix, log_between
 from chatd.sessions.ports import EngineGateway
 from chatd.sessions.session import Session
 from chatd.sessions.turn import Turn
@@ -33,6 +34,7 @@ class EngineRequests:
         self._epoch = 0  # counts engine processes; a lease of an earlier one holds nothing
         self._last_request = 0
         self._turns: dict[RequestId, Turn] = {}
+        self._forks: dict[LeaseId, asyncio.Future[Forked]] = {}
 
     def turn_of(self, request: RequestId) -> Turn | None:
         """Return the turn whose request this is."""
@@ -58,7 +60,7 @@ class EngineRequests:
             source, at = lease.fork_of
             self._engine.send(Fork(source, lease.id, at))
         lease.fork_of = None
-        base_len = min(common_length(lease.node, answer.parent), lease.num_tokens)
+        base_len = min(common_prefix(lease.node, answer), lease.num_tokens)
         self._last_request += 1
         request = RequestId(self._last_request)
         self._engine.send(
@@ -105,6 +107,35 @@ class EngineRequests:
         lease.epoch, lease.node, lease.num_tokens = self._epoch, node, held
         lease.fork_of = (source.lease.id, held)
 
+    async def fork(self, source: Session, node: Node, session: Session) -> Forked:
+        """Let a session that starts at `node` share what the lease of another one holds up to there, now.
+
+        Returns:
+            What they share, as the engine says; nothing where it holds nothing.
+        """
+        self.share(source, node, session)
+        lease, nothing = session.lease, Forked(session.lease.id, 0, 0)
+        if lease.fork_of is None:
+            return nothing
+        source_lease, at = lease.fork_of
+        answer: asyncio.Future[Forked] = asyncio.get_running_loop().create_future()
+        self._forks[lease.id] = answer
+        try:
+            self._engine.send(Fork(source_lease, lease.id, at))
+            lease.fork_of = None
+            return await answer
+        except Unavailable:
+            lease.node, lease.num_tokens, lease.fork_of = None, 0, None
+            return nothing
+        finally:
+            self._forks.pop(lease.id, None)
+
+    def on_forked(self, forked: Forked) -> None:
+        """Take in what a fork shares."""
+        answer = self._forks.get(forked.lease)
+        if answer is not None and not answer.done():
+            answer.set_result(forked)
+
     def lose(self, session: Session) -> None:
         """Note that the engine has less of a lease than it was taken to hold."""
         session.lease.num_tokens = 0
@@ -134,6 +165,8 @@ class EngineRequests:
     def on_died(self) -> None:
         """Forget what the engine held; its requests are over, and their turns are to be ended."""
         self._epoch += 1
+        for lease in self._forks:
+            self.on_forked(Forked(lease, 0, 0))
 
     def _is_known(self, session: Session) -> bool:
         """Return whether this engine was told of a session's lease."""

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from chatd.protocol import (
     AttachRole,
+    BranchSelected,
     Event,
     ItemAdded,
     OutputTextDelta,
@@ -100,6 +101,8 @@ def event_bytes(event: TranscriptEvent) -> int:
         return EVENT_OVERHEAD_BYTES + sys.getsizeof(event.delta) + logprobs
     if isinstance(event, ItemAdded | ResponseCompleted | ResponseIncomplete):
         return 2 * EVENT_OVERHEAD_BYTES + sys.getsizeof(event.item.content)
+    if isinstance(event, BranchSelected):
+        return EVENT_OVERHEAD_BYTES * (1 + len(event.items)) + sum(sys.getsizeof(item.content) for item in event.items)
     if isinstance(event, SessionUpdated):
         return 4 * EVENT_OVERHEAD_BYTES + _info_bytes(event.info)
     return 4 * EVENT_OVERHEAD_BYTES

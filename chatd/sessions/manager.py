@@ -19,15 +19,19 @@ import time
 from collections.abc import Callable, Sequence
 
 from chatd.engine.client import EngineEvent
-from chatd.engine.messages import EngineStats, RequestClass, WatchPool
+from chatd.engine.messages import EngineStats, Forked, RequestClass, WatchPool
 from chatd.engine.plan import RequestId
 from chatd.protocol import (
     AttachRole,
+    BranchSelect,
     Item,
+    MessageEdit,
+    ResponseRegenerate,
     SessionAttach,
     SessionAttached,
     SessionCreate,
     SessionCreated,
+    SessionFork,
     SessionInfo,
     SessionList,
     SessionListed,
@@ -120,7 +124,9 @@ class SessionManager:
         )
         self._store = SessionStore(self._requests, lambda: self.model, limits, new_id=new_id, clock=clock)
         self._attachments = Attachments(self._requests, boot)
-        self._native = NativeDoor(self._runner, self._store, self._attachments, limits, new_id=new_id, clock=clock)
+        self._native = NativeDoor(
+            self._runner, self._requests, self._store, self._attachments, limits, new_id=new_id, clock=clock
+        )
         self._door = StatelessDoor(self._runner, self._requests, self._store, limits, self.stats)
         self._events = EngineEvents(self._runner, self._requests, self._store.by_lease)
         self._clock = clock
@@ -199,8 +205,28 @@ class SessionManager:
         """
         return self._native.create(owner, command)
 
+    async def fork(
+        self, session: Session, command: SessionFork, subscriber: Subscriber | None = None
+    ) -> tuple[Session, Forked]:
+        """Open a session with the messages of another one up to `at`; return it, and what KV the two share now.
+
+        The messages are shared, and so are the blocks; each session goes on by itself, also when the other is closed.
+
+        Raises:
+            Conflict: `session_busy`: what `at` names, or the head without it, is an answer in progress.
+            InvalidRequest: `at` is no message of the session.
+            PermissionDenied: The sender is an observer.
+            RateLimited: `too_many_sessions`, or `too_much_text`.
+        """
+        return await self._native.fork(session, command, subscriber)
+
     def created(
-        self, session: Session, subscriber: Subscriber, *, re: str | None = None, role: AttachRole = "writer"
+        self,
+        session: Session,
+        subscriber: Subscriber,
+        *,
+        re: str | None = None,
+        role: AttachRole = "writer",
     ) -> SessionCreated:
         """Attach the connection that created a session; call `start` once the frame is sent.
 
@@ -224,7 +250,7 @@ class SessionManager:
 
     def items(self, session: Session) -> builtins.list[Item]:
         """Return the messages on the path to the head, an answer in progress included."""
-        return [node.to_item() for node in session.conversation.path()]
+        return [session.conversation.item_of(node) for node in session.conversation.path()]
 
     def attach(self, session: Session, subscriber: Subscriber, command: SessionAttach) -> SessionAttached:
         """Attach a connection, held until `start`.
@@ -293,6 +319,50 @@ class SessionManager:
             ContextLengthExceeded: It can never fit.
         """
         await self._native.user_message(session, command, subscriber, request_class)
+
+    async def edit(
+        self,
+        session: Session,
+        command: MessageEdit,
+        subscriber: Subscriber | None = None,
+        *,
+        request_class: RequestClass = RequestClass.INTERACTIVE,
+    ) -> None:
+        """Put a message beside another one of the same role, and answer it unless `respond` is false.
+
+        Everything else is as for `user_message`; an `item` that is not the user's wants `respond` false
+        (InvalidRequest).
+        """
+        await self._native.edit(session, command, subscriber, request_class)
+
+    async def regenerate(
+        self,
+        session: Session,
+        command: ResponseRegenerate,
+        subscriber: Subscriber | None = None,
+        *,
+        request_class: RequestClass = RequestClass.INTERACTIVE,
+    ) -> None:
+        """Answer a message once more: the one that `item` answers or is, else that of the last answer.
+
+        The seed is a fresh one unless it is given. `response.created` goes to everybody attached and, with `re`, to the
+        sender. Raises as `user_message`; InvalidRequest too where there is nothing to answer.
+        """
+        await self._native.regenerate(session, command, subscriber, request_class)
+
+    async def select_branch(
+        self, session: Session, command: BranchSelect, subscriber: Subscriber | None = None
+    ) -> None:
+        """Make a message the head: the conversation is the path to it, and goes on from there.
+
+        `branch.selected` goes to everybody attached and, with `re`, to the sender.
+
+        Raises:
+            Conflict: `session_busy`.
+            InvalidRequest: `leaf` is no message of the session.
+            PermissionDenied: The sender is an observer.
+        """
+        self._native.select_branch(session, command, subscriber)
 
     async def cancel(self, session: Session, subscriber: Subscriber | None = None) -> None:
         """End the answer in progress; `response.incomplete` follows, with what there is of it.

@@ -15,6 +15,7 @@ import msgspec
 from chatd.engine.messages import LeaseId, Tier
 from chatd.protocol import (
     AttachRole,
+    BranchSelected,
     ClientAttached,
     ClientLeft,
     ErrorBody,
@@ -35,7 +36,7 @@ from chatd.protocol import (
     Snapshot,
     TranscriptEvent,
 )
-from chatd.sessions.conversation import Conversation, Node, Owner
+from chatd.sessions.conversation import Conversation, Node, Owner, common_node, path_to
 from chatd.sessions.events import EventRing, Subscriber, Subscription
 from chatd.sessions.turn import TextDelta, Turn, TurnEnd
 
@@ -169,7 +170,7 @@ class Session:
         in_progress = self.turn is not None and self.turn.answer is not None
         return Snapshot(
             session=self.info(),
-            items=[node.to_item() for node in path],
+            items=[self.conversation.item_of(node) for node in path],
             response=self.turn.response if self.turn is not None and in_progress else None,
             state=LatestState(
                 queued=self.latest.queued,
@@ -249,9 +250,32 @@ class Session:
 
     def emit_item(self, node: Node, re: str | None = None, sender: Subscriber | None = None) -> None:
         """Tell that a message joined the conversation."""
+        item = self.conversation.item_of(node)
+        self._emit(ItemAdded(session=self.id, seq=self.ring.head_seq + 1, ts=self._clock(), item=item), re, sender)
+
+    def emit_branch(
+        self, shown: Node | None, leaf: Node, re: str | None = None, sender: Subscriber | None = None
+    ) -> None:
+        """Tell that the conversation is the path to `leaf` now, where it was the one to `shown`."""
+        fork = common_node(shown, leaf)
+        path = path_to(leaf)
         self._emit(
-            ItemAdded(session=self.id, seq=self.ring.head_seq + 1, ts=self._clock(), item=node.to_item()), re, sender
+            BranchSelected(
+                session=self.id,
+                seq=self.ring.head_seq + 1,
+                ts=self._clock(),
+                leaf=leaf.id,
+                parent=None if fork is None else fork.id,
+                items=[self.conversation.item_of(node) for node in path[0 if fork is None else fork.depth :]],
+            ),
+            re,
+            sender,
         )
+
+    def emit_way_to(self, parent: Node | None, shown: Node | None) -> None:
+        """Before a message that follows `parent`, tell the path to that one where clients do not show it."""
+        if parent is not None and common_node(shown, parent) is not parent:
+            self.emit_branch(shown, parent)
 
     def emit_updated(self, re: str | None = None, sender: Subscriber | None = None) -> None:
         """Tell that the session itself changed."""
@@ -259,7 +283,7 @@ class Session:
             SessionUpdated(session=self.id, seq=self.ring.head_seq + 1, ts=self._clock(), info=self.info()), re, sender
         )
 
-    def emit_created(self, turn: Turn) -> None:
+    def emit_created(self, turn: Turn, re: str | None = None, sender: Subscriber | None = None) -> None:
         """Tell that an answer began."""
         assert turn.answer is not None, "an answer without its message"
         self._emit(
@@ -268,8 +292,10 @@ class Session:
                 seq=self.ring.head_seq + 1,
                 ts=self._clock(),
                 response=turn.response,
-                item=turn.answer.to_item(),
-            )
+                item=self.conversation.item_of(turn.answer),
+            ),
+            re,
+            sender,
         )
 
     def emit_usage(self) -> None:
@@ -307,6 +333,8 @@ class Session:
         assert turn.answer is not None, "an answer without its message"
         seq, ts = self.ring.head_seq + 1, self._clock()
         if end.error is not None:
+            assert turn.first_node is not None, "a turn without a message fails"
+            before = turn.first_node.parent
             self._emit(
                 ResponseFailed(
                     session=self.id,
@@ -315,8 +343,13 @@ class Session:
                     response=turn.response,
                     item_id=turn.answer.id,
                     error=ErrorBody.of(end.error),
+                    parent=None if before is None else before.id,
                 )
             )
+            head = self.conversation.head
+            if head is not None and head is not before:
+                # The turn went on from another place than the head, which is back where it was.
+                self.emit_branch(before, head)
             if turn.given_title is not None and turn.given_title == self.title:
                 self.title = ""
                 self.emit_updated()
@@ -330,7 +363,7 @@ class Session:
                     seq=seq,
                     ts=ts,
                     response=turn.response,
-                    item=turn.answer.to_item(),
+                    item=self.conversation.item_of(turn.answer),
                     reason=end.reason,  # type: ignore[arg-type]
                     usage=end.usage,
                     timings=end.timings,

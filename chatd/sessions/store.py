@@ -102,18 +102,21 @@ class SessionStore:
                 hint="close a session that is no longer needed",
             )
 
-    def check_text_room(self, owner: Owner, texts: Iterable[str], session: Session | None = None) -> None:
+    def check_text_room(
+        self, owner: Owner, texts: Iterable[str], session: Session | None = None, *, num_bytes: int = 0
+    ) -> None:
         """Refuse texts that do not fit beside an owner's open sessions; closed ones make room, see `trim_closed`.
 
         Args:
             session: Where the texts go; None for a new session.
+            num_bytes: Of messages that a new session begins with.
 
         Raises:
             RateLimited: `too_much_text`.
         """
         owned = self._by_owner.get(owner, {}).values()
         held = sum(other.num_bytes for other in owned if not other.closed or other is session)
-        held += sum(map(getsizeof, texts))
+        held += sum(map(getsizeof, texts)) + num_bytes
         limit = self._limits.max_text_bytes_per_user
         if held > limit:
             raise RateLimited(

@@ -100,6 +100,8 @@ class TurnRunner:
     ) -> Turn:
         """Start the session's one turn: the messages are added after `parent`, and an answer is on its way.
 
+        `params` are all there are: those of the session are not looked at.
+
         Returns when the request is submitted. `on_accepted` is called in the same step of the loop, before anything
         of the answer can come. Nothing has changed where this raises.
 
@@ -123,7 +125,7 @@ class TurnRunner:
             session,
             sink,
             self._new_id("resp"),
-            params.over(session.params),
+            params,
             request_class,
             accepted_at=self._monotonic(),
             previous_head=session.conversation.head,

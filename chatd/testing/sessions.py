@@ -29,6 +29,7 @@ from chatd.engine.messages import (
     Finish,
     FinishReason,
     Fork,
+    Forked,
     FrontMessage,
     LeaseId,
     LeaseLost,
@@ -51,6 +52,7 @@ from chatd.testing.engine import NAMESPACE, FakeClock, ProvenanceRunner, Truth, 
 
 SYSTEM, USER, ASSISTANT, TURN_END, END_OF_TEXT = range(256, 261)
 VOCAB_SIZE = 261
+BLOCK_SIZE = 16
 STOP_IDS = frozenset({TURN_END, END_OF_TEXT})
 _ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
 
@@ -155,8 +157,11 @@ class ScriptedEngine:
                 self._submit(message)
             case Fork():
                 held = self.leases.get(message.lease)
+                shared = 0
                 if held is not None and message.new_lease not in self.leases and message.at <= len(held):
                     self.leases[message.new_lease] = held[: message.at]
+                    shared = message.at
+                self._outbox.append(Forked(message.new_lease, shared, -(-shared // BLOCK_SIZE)))
             case Release():
                 self.leases.pop(message.lease, None)
             case Cancel():
@@ -243,7 +248,7 @@ class ScriptedEngine:
         self._deliver(list(messages))
 
     def _ready_message(self) -> Ready:
-        return Ready(4096, 16, self._context, VOCAB_SIZE, 0, "fp32", [])
+        return Ready(4096, BLOCK_SIZE, self._context, VOCAB_SIZE, 0, "fp32", [])
 
     def _submit(self, message: Submit) -> None:
         held = self.leases.get(message.lease, [])
@@ -299,7 +304,7 @@ class CoreEngine:
             "num_blocks": num_blocks,
             "namespace": NAMESPACE,
             "max_model_len": 4096,
-            "block_size": 16,
+            "block_size": BLOCK_SIZE,
             "max_num_seqs": 8,
             "max_num_batched_tokens": 64,
             "eos_token_ids": STOP_IDS,

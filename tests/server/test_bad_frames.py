@@ -31,6 +31,10 @@ GOOD: dict[str, dict[str, Any]] = {
     "session.detach": {"session": "s"},
     "session.close": {"session": "s"},
     "user.message": {"session": "s", "content": "c"},
+    "session.fork": {"session": "s"},
+    "message.edit": {"session": "s", "item": "i", "content": "c"},
+    "response.regenerate": {"session": "s"},
+    "branch.select": {"session": "s", "leaf": "i"},
     "response.cancel": {"session": "s"},
     "pool.subscribe": {},
     "pool.unsubscribe": {},
@@ -59,6 +63,10 @@ FIELDS: dict[str, dict[str, str]] = {
     "session.detach": {"session": "text"},
     "session.close": {"session": "text"},
     "user.message": {"session": "text", "content": "text", "parent": "optional text", "respond": "bool"},
+    "session.fork": {"session": "text", "at": "optional text", "title": "optional text"},
+    "message.edit": {"session": "text", "item": "text", "content": "text", "respond": "bool"},
+    "response.regenerate": {"session": "text", "item": "optional text"},
+    "branch.select": {"session": "text", "leaf": "text"},
     "response.cancel": {"session": "text"},
     "pool.subscribe": {"hz": "number", "detail": "text", "cells": "number"},
     "pool.unsubscribe": {},
@@ -75,6 +83,12 @@ OUT_OF_RANGE: list[tuple[str, str, Any]] = [
     ("session.list", "limit", 201),
     ("session.list", "limit", 1.5),
     ("session.list", "query", "q" * 201),
+    ("session.fork", "title", "t" * 201),
+    ("session.fork", "at", "../x"),
+    ("message.edit", "item", ""),
+    ("message.edit", "item", "x" * 65),
+    ("response.regenerate", "item", "a b"),
+    ("branch.select", "leaf", "é"),
     ("pool.subscribe", "hz", 0),
     ("pool.subscribe", "hz", -1),
     ("pool.subscribe", "hz", 10.5),
@@ -192,6 +206,10 @@ def frames() -> Iterator[tuple[str, str | None, str | None]]:
         yield json.dumps({"type": command, **GOOD[command], name: value}), name, None
     for name, value in PARAMS:
         yield json.dumps({"type": "session.create", "params": {name: value}}), name, None
+    for command in ("message.edit", "response.regenerate"):
+        for value in (1, "x", [1], True, {"oops": 1}):
+            named = "oops" if isinstance(value, dict) else "params"
+            yield json.dumps({"type": command, **GOOD[command], "params": value}), named, None
     for text in BROKEN_JSON:
         yield text, None, None
     for value in BAD_TYPES:

@@ -5,19 +5,27 @@ from typing import Any
 import msgspec
 import pytest
 
-from chatd.protocol import COMMANDS, Error, UserMessage, encode
+from chatd.protocol import COMMANDS, Error, ItemAdded, Message, UserMessage, encode
 from chatd.server.policy import Access, PolicyError, check_verbs
 from chatd.server.verbs import VERBS
 
 from .test_websocket import create
 
-MORE_FIELDS: dict[str, dict[str, Any]] = {"user.message": {"content": "hi", "respond": False}}
+MORE_FIELDS: dict[str, dict[str, Any]] = {
+    "user.message": {"content": "hi", "respond": False},
+    "message.edit": {"content": "hi", "respond": False},
+}
+ITEM_FIELDS = {"message.edit": "item", "response.regenerate": "item", "branch.select": "leaf", "session.fork": "at"}
+"""What names a message of the session."""
 WITH_SESSION = [command for command in COMMANDS if "session" in command.__struct_fields__]
 TAGS = {command: str(command.__struct_config__.tag) for command in COMMANDS}
 
 
-def build(command: type, session: str, ident: str) -> Any:
-    return command(id=ident, session=session, **MORE_FIELDS.get(TAGS[command], {}))
+def build(command: type, session: str, ident: str, item: str = "msg_1") -> Any:
+    fields = dict(MORE_FIELDS.get(TAGS[command], {}))
+    if TAGS[command] in ITEM_FIELDS:
+        fields[ITEM_FIELDS[TAGS[command]]] = item
+    return command(id=ident, session=session, **fields)
 
 
 def test_every_command_has_a_policy_and_needs_a_key() -> None:
@@ -41,12 +49,13 @@ async def test_a_foreign_session_is_as_unknown_as_one_that_does_not_exist(start,
         running.chat(running.keys["ann"]) as ann,
         running.chat(running.keys["eve"]) as eve,
     ):
-        own = (await create(bob)).session.id
+        own = (await create(bob, messages=(Message(role="user", content="hello"),))).session.id
+        item = (await bob.until(ItemAdded))[-1].item.id
         unknown = "ses_" + "0" * 20
         answers = {
-            "other user": await ann.ask(build(command, own, "c")),
-            "other tenant": await eve.ask(build(command, own, "c")),
-            "unknown": await bob.ask(build(command, unknown, "c")),
+            "other user": await ann.ask(build(command, own, "c", item)),
+            "other tenant": await eve.ask(build(command, own, "c", item)),
+            "unknown": await bob.ask(build(command, unknown, "c", item)),
         }
         bodies = set()
         for who, answer in answers.items():
@@ -54,13 +63,16 @@ async def test_a_foreign_session_is_as_unknown_as_one_that_does_not_exist(start,
             assert answer.error.code == "not_found", (who, answer)
             bodies.add(encode(answer).replace(own, "S").replace(unknown, "S"))
         assert len(bodies) == 1, "a foreign session can be told from an unknown one"
-        malformed = await bob.ask(encode(build(command, own, "c")).replace(own, "../" + own))
+        malformed = await bob.ask(encode(build(command, own, "c", item)).replace(own, "../" + own))
         assert malformed.error.param == "session"
         if TAGS[command] == "response.cancel":
-            answer = await bob.ask(build(command, own, "c"))
+            answer = await bob.ask(build(command, own, "c", item))
             assert answer.error.code == "not_responding"
         else:
-            answer = await bob.ask(build(command, own, "c"))
+            if TAGS[command] in ITEM_FIELDS:
+                refused = await bob.ask(build(command, own, "i", "msg_of_another"))
+                assert refused.error.param == ITEM_FIELDS[TAGS[command]]
+            answer = await bob.ask(build(command, own, "c", item))
             assert not isinstance(answer, Error), answer
 
 

@@ -9,7 +9,17 @@ import pytest
 from chatd import protocol
 from chatd.engine.messages import Release
 from chatd.errors import ChatdError
-from chatd.protocol import Message, Params, SessionAttach, SessionCreate, UserMessage
+from chatd.protocol import (
+    BranchSelect,
+    Message,
+    MessageEdit,
+    Params,
+    ResponseRegenerate,
+    SessionAttach,
+    SessionCreate,
+    SessionFork,
+    UserMessage,
+)
 from chatd.sessions.manager import CompletionRequest, Owner, Session, SessionLimits, SessionManager
 from chatd.testing.sessions import CoreEngine, RecordingSubscriber, make_manager
 
@@ -71,7 +81,7 @@ async def test_any_mix_of_turns_branches_cancels_closes_and_stateless_requests_k
     seed: int,
 ) -> None:
     rng = random.Random(seed)
-    engine = CoreEngine(num_blocks=40 if seed % 2 else 200, max_num_seqs=4, max_leases=9 if seed % 3 else 64)
+    engine = CoreEngine(num_blocks=40 if seed % 2 else 200, max_num_seqs=4, max_leases=14 if seed % 3 else 64)
     manager = make_manager(engine, max_tokens=20, limits=SessionLimits(max_stateless_sessions=6, max_known_messages=30))
     sessions = [await manager.create(owner, SessionCreate()) for owner in OWNERS for _ in range(2)]
     watchers = []
@@ -91,7 +101,7 @@ async def test_any_mix_of_turns_branches_cancels_closes_and_stateless_requests_k
         Params(stop_token_ids=(65,)),
     )
     for _ in range(160):
-        action = rng.randrange(16)
+        action = rng.randrange(20)
         session = rng.choice(sessions)
         try:
             if action < 3:
@@ -128,6 +138,20 @@ async def test_any_mix_of_turns_branches_cancels_closes_and_stateless_requests_k
                 await close_and_come_back(engine, manager, session, watchers[sessions.index(session)])
             elif action == 10 and session.turn is None:
                 engine.core.handle(Release(session.lease.id), engine.clock())  # lost, and the front does not know
+            elif action == 11 and (items := manager.items(session)):
+                edit = MessageEdit(session=session.id, item=rng.choice(items).id, content=rng.choice(TEXTS))
+                await manager.edit(session, edit)
+            elif action == 12 and session.conversation.head is not None:
+                await manager.regenerate(session, ResponseRegenerate(session=session.id, params=rng.choice(params)))
+            elif action == 13 and (nodes := list(session.conversation)):
+                await manager.select_branch(session, BranchSelect(session=session.id, leaf=rng.choice(nodes).id))
+            elif action == 14 and len(sessions) < 10:
+                made = await fork(engine, manager, session, rng)
+                watcher = RecordingSubscriber(f"con_{len(sessions)}")
+                manager.created(made, watcher)
+                manager.start(made, watcher)
+                sessions.append(made)
+                watchers.append(watcher)
             else:
                 for _ in range(rng.randrange(1, 12)):
                     engine.step()
@@ -143,10 +167,23 @@ async def test_any_mix_of_turns_branches_cancels_closes_and_stateless_requests_k
     # A slot that is not what the session holds fails its step, and with it a turn.
     assert engine.core.stats().num_failed_steps == 0
     assert manager.stats.turns_ended["failed"] == 0
-    assert refusals <= {"session_busy", "not_responding", "context_length_exceeded"}
+    assert refusals <= {"session_busy", "not_responding", "context_length_exceeded", "invalid_request"}
     for session, watcher in zip(sessions, watchers, strict=True):
         assert session.turn is None
         check_transcript(watcher.events, manager.items(session))
+
+
+async def fork(engine: CoreEngine, manager: SessionManager, session: Session, rng: random.Random) -> Session:
+    items = manager.items(session)
+    at = rng.choice(items).id if items and rng.random() < 0.7 else None
+    forking = asyncio.create_task(manager.fork(session, SessionFork(session=session.id, at=at)))
+    await asyncio.sleep(0)
+    if not forking.done():
+        engine.step()
+    made, forked = await forking
+    lease = engine.core.leases.get(made.lease.id)
+    assert forked.num_tokens == (0 if lease is None else lease.table.num_computed_tokens)
+    return made
 
 
 async def close_and_come_back(
@@ -180,6 +217,10 @@ def check_transcript(events: list[protocol.Event], items: list[protocol.Item]) -
             assert open_item is None
             open_item = event.item.id
             texts[open_item] = ""
+        elif isinstance(event, protocol.ItemAdded | protocol.BranchSelected):
+            assert open_item is None
+            items_of = [event.item] if isinstance(event, protocol.ItemAdded) else event.items
+            final.update({item.id: item for item in items_of})
         elif isinstance(event, protocol.OutputTextDelta):
             assert event.item_id == open_item
             texts[open_item] += event.delta

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from chatd import protocol
 from chatd.engine.messages import FinishReason
 from chatd.errors import ChatdError
-from chatd.protocol import SessionAttach, SessionCreate, UserMessage
+from chatd.protocol import (
+    BranchSelect,
+    MessageEdit,
+    ResponseRegenerate,
+    SessionAttach,
+    SessionCreate,
+    UserMessage,
+)
 from chatd.sessions.manager import Owner, Session, SessionLimits, SessionManager
 from chatd.testing.sessions import TURN_END, RecordingSubscriber, ScriptedEngine, encode_text, make_manager
 
@@ -69,13 +76,17 @@ class Client:
                 assert self.items[-1].content == event.item.content
                 self.items[-1] = event.item
             case protocol.ResponseFailed():
-                failed = next(item for item in self.items if item.id == event.item_id)
-                asked = next(item for item in self.items if item.id == failed.parent)
-                self._cut_to(asked.parent)
+                assert event.item_id == self.items[-1].id
+                self._cut_to(event.parent)
+            case protocol.BranchSelected():
+                self._cut_to(event.parent)
+                self.items += event.items
+                assert event.leaf == self.items[-1].id
 
     def _cut_to(self, parent: str | None) -> None:
         while self.items and self.items[-1].id != parent:
             self.items.pop()
+        assert self.items or parent is None
 
 
 ACTIONS = st.lists(
@@ -89,8 +100,12 @@ ACTIONS = st.lists(
         st.tuples(st.just("fail"), st.just(0)),
         st.tuples(st.just("die"), st.just(0)),
         st.tuples(st.just("note"), st.just(0)),
+        st.tuples(st.just("edit"), st.integers(0, 7)),
+        st.tuples(st.just("rewrite"), st.integers(0, 7)),
+        st.tuples(st.just("regenerate"), st.integers(0, 7)),
+        st.tuples(st.just("select"), st.integers(0, 7)),
     ),
-    max_size=50,
+    max_size=60,
 )
 SAYINGS = ("hello", "é🙂", "a STOP b", "")
 
@@ -116,6 +131,17 @@ async def run_schedule(actions: list, ring: int, with_stop: bool) -> None:
                 case "say" | "note":
                     command = UserMessage(session=session.id, content=SAYINGS[value], respond=kind == "say")
                     await manager.user_message(session, command)
+                case "edit" | "rewrite" if items := list(session.conversation):
+                    item = items[value % len(items)].id
+                    edit = MessageEdit(session=session.id, item=item, content=SAYINGS[value % 4])
+                    await manager.edit(session, protocol.msgspec.structs.replace(edit, respond=kind == "edit"))
+                case "regenerate":
+                    items = [node.id for node in session.conversation]
+                    item = items[value % len(items)] if items and value else None
+                    await manager.regenerate(session, ResponseRegenerate(session=session.id, item=item))
+                case "select" if items := list(session.conversation):
+                    leaf = items[value % len(items)].id
+                    await manager.select_branch(session, BranchSelect(session=session.id, leaf=leaf))
                 case "step":
                     engine.step(value)
                 case "connect" if client.connection is None:
