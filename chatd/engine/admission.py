@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from chatd.engine.block_moves import BlockMoves
 from chatd.engine.cost_model import StepRoom
 from chatd.engine.draft import Draft
 from chatd.engine.engine_config import EngineConfig
@@ -24,6 +25,7 @@ class Admission:
         kv: Block tables.
         leases: Of the same manager.
         counters: Say which tenants are over their shares.
+        moves: Find what can be loaded instead of being computed.
         running: The scheduler's own list of admitted requests; only read here.
         preempt: Sends one of them back to the queue for another one's sake; it waits for the given reason from then on.
     """
@@ -34,6 +36,7 @@ class Admission:
         kv: KVCacheManager,
         leases: LeaseTable,
         counters: VirtualCounters,
+        moves: BlockMoves,
         running: list[Request],
         preempt: Callable[[Request, Request, WaitReason], None],
     ) -> None:
@@ -41,6 +44,7 @@ class Admission:
         self._kv = kv
         self._leases = leases
         self._counters = counters
+        self._moves = moves
         self._running = running
         self._preempt = preempt
 
@@ -80,17 +84,23 @@ class Admission:
             self._kv.trim(table, request.num_tokens - 1)  # The last token's logits are needed.
         computed = self._kv.get_computed_blocks(table, request.lease.token_ids)
         start = self._kv.num_tokens_with(table, computed)
-        num_tokens = room.rows_of(start, request.num_tokens - start, most)
+        if self._moves.is_coming(request, start):
+            self._leases.set_state(request.lease, LeaseState.QUEUED, is_offer=False)
+            request.why = WaitReason.RESTORE
+            return None
+        loads = self._moves.take_loads(request, start, room)
+        num_tokens = len(loads) * self._config.block_size or self._moves.rows_of(request, start, room, most)
         while not (allocation := self._allocate(request, start + num_tokens, computed)):
             needed = self._kv.num_missing_blocks(table, request.num_tokens + 1, computed)
             victim = choose_over_block_share(self._running, request, needed, self._counters, self._kv.pool)
             if victim is None:
+                self._moves.release(loads)
                 self._leases.set_state(request.lease, LeaseState.QUEUED, is_offer=False)
                 request.why = WaitReason.NO_BLOCKS
                 request.retry_at = self._num_changes()
                 return None
             self._preempt(victim, request, WaitReason.NO_BLOCKS)
-        return Draft(request, allocation, start, num_tokens, is_decode=False)
+        return Draft(request, allocation, start, num_tokens, is_decode=False, loads=loads)
 
     def _allocate(self, request: Request, num_tokens: int, computed: list[BlockId]) -> Allocation | None:
         """Allocate the first chunk, if the whole prompt has room beside the prompts that are being computed."""

@@ -56,6 +56,7 @@ from chatd.kvcache.block_pool import BlockPool
 from chatd.kvcache.leases import Lease, LeaseState, LeaseTable
 from chatd.kvcache.manager import KVCacheManager
 from chatd.kvcache.prefix_index import MAX_ENTRIES_PER_KEY, HashFunction, PrefixIndex
+from chatd.kvcache.tiers import Disk, Tiers
 
 PUBLIC_TENANT = ""
 """As `Submit.tenant`: a system request, whose blocks every tenant may reuse. No key belongs to it."""
@@ -73,11 +74,12 @@ class EngineCore:
         runner: Executes plans.
         clock: Seconds; stamps ends of steps in what is reported and is never decided by.
         log: Receives every decision of the scheduler.
+        disk: Behind the host's buffer, of which the config says how large it is.
         hash_function: Of the prefix index; any function is right.
         max_entries_per_key: Of the prefix index.
 
     Attributes:
-        is_checked: `idle` has looked over everything since the last message or step.
+        is_checked: `idle` has copied down what there is room for, and looked over everything since.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class EngineCore:
         clock: Callable[[], float],
         *,
         log: Callable[[Decision], None] | None = None,
+        disk: Disk | None = None,
         hash_function: HashFunction = xxhash.xxh3_128_digest,
         max_entries_per_key: int = MAX_ENTRIES_PER_KEY,
     ) -> None:
@@ -96,7 +99,8 @@ class EngineCore:
             self.pool.account(tenant, limits.weight, limits.floor_blocks)
         self.kv = KVCacheManager(self.pool, config.block_size, config.namespace)
         self.leases = LeaseTable(self.kv, config.max_leases, config.max_lease_tokens)
-        self.scheduler = Scheduler(config, self.kv, self.leases, log)
+        self.tiers = Tiers(config.host_slots, lambda: self.pool, disk)
+        self.scheduler = Scheduler(config, self.kv, self.leases, self.tiers, log)
         self.is_shutting_down = False
         self._runner = runner
         self._clock = clock
@@ -170,7 +174,10 @@ class EngineCore:
         return self._drain(now, planned=True)
 
     def idle(self, now: float) -> list[EngineMessage]:
-        """Return what is due, and check a slice of the invariants; for an engine without work."""
+        """Return what is due, after a slice of copying down or of checking the invariants; for an idle engine."""
+        if self.scheduler.moves.has_chores and not self.scheduler.requests:
+            self._copy_down(now)
+            return self._drain(now)
         if self._checking is None:
             self._checking = invariants.slices(self.scheduler)
         try:
@@ -183,6 +190,22 @@ class EngineCore:
                 self._reset()
             self.is_checked = True
         return self._drain(now)
+
+    def _copy_down(self, now: float) -> None:
+        self._restart_checks()
+        plan = self.scheduler.plan_idle()
+        if plan is None:
+            return
+        try:
+            output = self._runner.execute(plan)
+        except Exception:
+            # What could not be stored is not tried again: it is computed when it is wanted.
+            _log.exception("step %d failed, which only copies blocks", plan.step)
+            self.scheduler.discard(plan)
+            self._reporter.count_failed_step()
+        else:
+            self.scheduler.commit(plan, output, now)
+        self._reporter.mark_changed()
 
     def next_due(self) -> float | None:
         """Return the `now` at which `idle` will have something to send, or None."""
@@ -322,6 +345,10 @@ class EngineCore:
         was_suspect = bool(self._suspects)
         if was_suspect:
             self._suspects.pop()
+        if not planned:
+            # It only moved blocks. What it loaded is forgotten, and what it stored is not tried again.
+            _log.warning("step %d failed with nothing to compute", plan.step, exc_info=error)
+            return
         if len(planned) > 1 or not was_suspect:
             middle = len(planned) // 2
             self._suspects += [group for group in (planned[middle:], planned[:middle]) if group]
@@ -343,7 +370,9 @@ class EngineCore:
         self.pool = fresh
         self.kv.use_pool(fresh)
         self.leases.drop_all()
+        self.tiers.clear()
         for lease in self.leases:
+            lease.tier = Tier.TOKENS
             self.scheduler.outbox.append(LeaseTier(LeaseId(lease.lease_id), Tier.TOKENS, "policy", 0))
         self._restart_checks()
 

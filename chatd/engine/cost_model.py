@@ -112,6 +112,10 @@ def _solve(matrix: list[list[float]], target: list[float], least: list[float]) -
     return solution
 
 
+# Blocks that one request may have loaded in one step, however fast that is said to be.
+_MAX_LOADS = 1024
+
+
 class StepRoom:
     """What is left of a step for prefill: rows, and seconds where somebody waits for its next token.
 
@@ -143,6 +147,17 @@ class StepRoom:
         """Return how many of the rows that a request wants it gets, at least one; `most` is its class's limit."""
         num_rows = min(num_wanted, self.rows_after(context))
         return max(1, num_rows if most is None else min(num_rows, most))
+
+    def loads_within(self, fixed_s: float, per_block_s: float) -> int:
+        """Return how many blocks fit that are loaded in place of being computed, at least one."""
+        if self._seconds == math.inf or per_block_s <= 0.0:
+            return _MAX_LOADS
+        return max(1, min(_MAX_LOADS, int((self._seconds - fixed_s) / per_block_s)))
+
+    def take_loads(self, seconds: float) -> None:
+        """Count blocks that are loaded."""
+        self._seconds -= seconds
+        self._least = 0
 
     def take(self, context: int, num_rows: int) -> None:
         """Count a chunk."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from chatd.engine.plan import BlockCopy, Chunk, Plan
+from chatd.engine.plan import BlockCopy, BlockMove, Chunk, Plan
 from chatd.engine.request import Request
 from chatd.kvcache.manager import Allocation
+from chatd.kvcache.tiers import HostBlock
 
 
 class Decision(NamedTuple):
@@ -37,8 +38,9 @@ class Draft:
         request: Whose.
         allocation: The slots that were taken for it.
         start: Its first row's position.
-        num_tokens: Its rows.
+        num_tokens: Tokens from there on that are computed when it is committed.
         is_decode: Whether it draws the next token of an answer with one row.
+        loads: Blocks that are loaded from the host in place of computing these tokens; pinned until commit.
     """
 
     request: Request
@@ -46,20 +48,31 @@ class Draft:
     start: int
     num_tokens: int
     is_decode: bool
+    loads: Sequence[HostBlock] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that it computes."""
+        return 0 if self.loads else self.num_tokens
 
 
-def build_plan(step: int, drafts: Collection[Draft], block_size: int) -> Plan:
+def build_plan(step: int, drafts: Collection[Draft], block_size: int, stores: Sequence[BlockMove] = ()) -> Plan:
     """Return the plan that the runner gets; it reads tokens and block tables of the leases, and copies no history."""
     chunks: list[Chunk] = []
     copies: list[BlockCopy] = []
+    loads: list[BlockMove] = []
     for draft in drafts:
         request, allocation = draft.request, draft.allocation
         ids = request.lease.token_ids
         end = draft.start + draft.num_tokens
+        if draft.loads:
+            block_ids = request.lease.table.block_ids[draft.start // block_size :]
+            loads += [BlockMove(i, block.slot) for i, block in zip(block_ids, draft.loads, strict=True)]
+            continue
         sample = request.sample_spec() if end == len(ids) else None
         chunks.append(
             Chunk(request.request_id, draft.start, ids[draft.start : end], request.lease.table.block_ids, sample)
         )
         if allocation.copy_source is not None and allocation.copy_target is not None:
             copies.append(BlockCopy(allocation.copy_source, allocation.copy_target))
-    return Plan(step, chunks, copies, block_size)
+    return Plan(step, chunks, copies, block_size, stores, loads)

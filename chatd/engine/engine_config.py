@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from chatd.engine.cost_model import CostParameters
 from chatd.engine.transfer_costs import TransferCosts
@@ -50,6 +51,10 @@ class EngineConfig:
         max_leases: Sessions whose ids the engine keeps; beyond, the longest idle is forgotten.
         max_lease_tokens: Likewise for the sum of their ids (4 bytes each).
         waiting_interval_s: A request's place in its queue is told no more often than this.
+        host_slots: Blocks that the host's buffer holds; 0 keeps nothing below the pool.
+        digest_key: Secret of the names that blocks have below the pool.
+        preemption: Whether a preempted request's blocks are saved below the pool and loaded again, or computed
+            again; "auto" takes what costs less.
     """
 
     num_blocks: int
@@ -69,6 +74,9 @@ class EngineConfig:
     max_leases: int = 16384
     max_lease_tokens: int = 64 * 2**20
     waiting_interval_s: float = 0.25
+    host_slots: int = 0
+    digest_key: bytes = b""
+    preemption: Literal["auto", "swap", "recompute"] = "auto"
 
     def __post_init__(self) -> None:
         """Refuse what cannot work.

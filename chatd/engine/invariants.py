@@ -56,6 +56,7 @@ def _steps(scheduler: Scheduler) -> Iterator[int]:
     yield from _check_blocks(pool, expected)
     yield from _check_queues(pool)
     yield from _check_index(pool)
+    yield from scheduler.moves.tiers.check()
 
 
 def _check_lease(scheduler: Scheduler, lease: Lease, expected: list[int]) -> None:

@@ -7,6 +7,7 @@ import sys
 from array import array
 from collections import deque
 
+from chatd.engine.block_moves import BlockMoves
 from chatd.engine.draft import TenantCounts
 from chatd.engine.fairness import Tenant
 from chatd.engine.messages import (
@@ -18,6 +19,7 @@ from chatd.engine.messages import (
     PoolFrame,
     TenantPool,
     Tier,
+    TierPool,
     Waiting,
     WaitReason,
     WatchPool,
@@ -35,9 +37,14 @@ _RATE_WINDOW_S = 5.0
 _NO_COUNTS = TenantCounts()
 
 
-def tier_of(lease: Lease) -> Tier:
-    """Return where most of a lease's KV is."""
-    return Tier.DEVICE if 2 * lease.table.num_computed_tokens >= len(lease.token_ids) else Tier.TOKENS
+def tier_of(lease: Lease, moves: BlockMoves) -> Tier:
+    """Return where most of a lease's KV is; the upper one of two that have as much of it."""
+    device, total = lease.table.num_computed_tokens, len(lease.token_ids)
+    if 2 * device >= total:
+        return Tier.DEVICE
+    host, disk = moves.counts(lease)
+    parts = {Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk, Tier.TOKENS: total - device - host - disk}
+    return max(parts, key=lambda tier: parts[tier])
 
 
 class Reporter:
@@ -50,6 +57,7 @@ class Reporter:
 
     def __init__(self, scheduler: Scheduler, waiting_interval_s: float) -> None:
         self._scheduler = scheduler
+        self._moves = scheduler.moves
         self._waiting_interval_s = waiting_interval_s
         self._waiting_at = -math.inf
         self._watch = WatchPool(0.0)
@@ -122,17 +130,24 @@ class Reporter:
         leases = self._scheduler.leases
         messages: list[EngineMessage] = []
         for lease in leases.shrunk.values():
-            tier = tier_of(lease)
-            lease.is_told_lost = tier is not Tier.DEVICE
-            messages.append(LeaseTier(LeaseId(lease.lease_id), tier, "pressure", lease.table.num_computed_tokens))
+            lease.tier = tier_of(lease, self._moves)
+            messages.append(_lease_tier(lease, "pressure"))
         leases.shrunk.clear()
         for lease in leases.used.values():
-            if lease.is_told_lost and tier_of(lease) is Tier.DEVICE:
-                lease.is_told_lost = False
-                messages.append(
-                    LeaseTier(LeaseId(lease.lease_id), Tier.DEVICE, "used", lease.table.num_computed_tokens)
-                )
+            if lease.tier != Tier.DEVICE and tier_of(lease, self._moves) is Tier.DEVICE:
+                lease.tier = Tier.DEVICE
+                messages.append(_lease_tier(lease, "used"))
         leases.used.clear()
+        changed = self._moves.tiers.changed
+        for lease_id in changed:
+            # What fell further, of a lease that is not on the device any more.
+            fallen = leases.get(lease_id)
+            if fallen is not None and fallen.tier != Tier.DEVICE and fallen.state is not LeaseState.ACTIVE:
+                tier = tier_of(fallen, self._moves)
+                if tier != fallen.tier:
+                    fallen.tier = tier
+                    messages.append(_lease_tier(fallen, "pressure"))
+        changed.clear()
         return messages
 
     def stats(self) -> EngineStats:
@@ -144,6 +159,7 @@ class Reporter:
             self._scheduler.num_preemptions,
             self.num_failed_steps,
             self.integrity_errors,
+            self._scheduler.num_swapped,
         )
 
     def frame(self, now: float) -> PoolFrame:
@@ -166,6 +182,7 @@ class Reporter:
             leases=[self._lease(lease) for lease in scheduler.leases] if watch.with_leases else [],
             states=bytes(pool.states) if watch.with_map else b"",
             owners=_little_endian(pool.owners) if watch.with_map else b"",
+            tiers=self._tiers(),
         )
 
     def _frame_interval_s(self) -> float:
@@ -208,9 +225,21 @@ class Reporter:
             lease.tenant or "",
             *self._scheduler.kv.count_blocks(lease.table),
             len(lease.token_ids),
-            tier_of(lease),
+            _row_tier(lease),
             lease.state in (LeaseState.ACTIVE, LeaseState.QUEUED),
         )
+
+    def _tiers(self) -> list[TierPool]:
+        tiers = self._moves.tiers
+        disk = tiers.disk
+        rows = []
+        if tiers.num_slots:
+            rows.append(TierPool(Tier.HOST, tiers.num_slots, tiers.num_used, tiers.num_stored, tiers.num_loaded, 0))
+        if disk is not None:
+            rows.append(
+                TierPool(Tier.DISK, disk.num_blocks, disk.num_used, disk.num_stored, disk.num_loaded, disk.num_refused)
+            )
+        return rows
 
     def _waiting(self) -> list[EngineMessage]:
         messages: list[EngineMessage] = []
@@ -223,6 +252,17 @@ class Reporter:
                 request.told = (position, why)
                 messages.append(Waiting(request.request_id, position, why))
         return messages
+
+
+def _row_tier(lease: Lease) -> Tier:
+    """Return where most of a lease's KV is, as far as that is known without looking below the pool."""
+    if 2 * lease.table.num_computed_tokens >= len(lease.token_ids):
+        return Tier.DEVICE
+    return Tier.TOKENS if lease.tier == Tier.DEVICE else Tier(lease.tier)
+
+
+def _lease_tier(lease: Lease, why: str) -> LeaseTier:
+    return LeaseTier(LeaseId(lease.lease_id), Tier(lease.tier), why, lease.table.num_computed_tokens)
 
 
 def _little_endian(numbers: array[int]) -> bytes:

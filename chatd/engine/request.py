@@ -71,6 +71,8 @@ class Request:
         is_preempted: It lost its blocks and has not gone on yet.
         sort_key: Its place in the queue that it waits in.
         retry_at: The state of the pool in which there were too few blocks for it.
+        num_fetched_blocks: Leading blocks of its lease that the disk was asked for, once each.
+        has_loaded: Some of its blocks came from below the pool, so that others may.
     """
 
     __slots__ = (
@@ -78,6 +80,7 @@ class Request:
         "admitted_s",
         "arrival_s",
         "first_token_s",
+        "has_loaded",
         "is_preempted",
         "is_started",
         "keep_lease",
@@ -85,6 +88,7 @@ class Request:
         "lease",
         "num_cached_tokens",
         "num_charged_tokens",
+        "num_fetched_blocks",
         "num_preemptions",
         "num_prefill_tokens",
         "num_prompt_tokens",
@@ -133,6 +137,8 @@ class Request:
         self.told: tuple[int, WaitReason] | None = None
         self.sort_key = (0.0, 0)
         self.retry_at = (-1, -1)
+        self.num_fetched_blocks = 0
+        self.has_loaded = False
 
     def __repr__(self) -> str:
         return f"Request({self.request_id}, {self.status.value}, {self.num_computed_tokens}/{self.num_tokens})"

@@ -10,9 +10,10 @@ The scheduler knows no clock (`now` is given), no randomness, no torch and no pi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from chatd.engine.admission import Admission
+from chatd.engine.block_moves import BlockMoves
 from chatd.engine.cost_model import CostModel, StepRoom, num_pairs
 from chatd.engine.draft import Decision, Draft, TenantCounts, build_plan
 from chatd.engine.engine_config import EngineConfig
@@ -44,6 +45,7 @@ from chatd.engine.samples import Samples
 from chatd.errors import EngineError
 from chatd.kvcache.leases import LeaseState, LeaseTable
 from chatd.kvcache.manager import KVCacheManager
+from chatd.kvcache.tiers import HostBlock, Tiers
 
 
 class Scheduler:
@@ -53,6 +55,7 @@ class Scheduler:
         config: The engine core's.
         kv: Block tables.
         leases: Of the same manager.
+        tiers: What is kept below the pool.
         log: Receives every decision.
 
     Attributes:
@@ -61,6 +64,7 @@ class Scheduler:
         waiting: The others.
         samples: Which of those wait for another one's prompt.
         admission: Lets them run.
+        moves: Blocks that go to the tiers below the pool and come back.
         outbox: Messages for the front, in order; whoever sends them clears it.
         counts: Tokens served, by tenant.
         step: Plans made.
@@ -71,6 +75,7 @@ class Scheduler:
         config: EngineConfig,
         kv: KVCacheManager,
         leases: LeaseTable,
+        tiers: Tiers,
         log: Callable[[Decision], None] | None = None,
     ) -> None:
         self.config = config
@@ -83,12 +88,15 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting = WaitingRequests(config.cost.per_row_s)
         self.samples = Samples(leases, self.waiting)
-        self.admission = Admission(config, kv, leases, self.counters, self.running, self._preempt)
+        self.moves = BlockMoves(config, kv, leases, tiers, self.cost)
+        self.admission = Admission(config, kv, leases, self.counters, self.moves, self.running, self._preempt)
         self.outbox: list[EngineMessage] = []
         self.counts: dict[Tenant, TenantCounts] = {}
         self.step = 0
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_swapped = 0
         self._drafts: dict[RequestId, Draft] = {}
+        self._in_flight: Plan | None = None
+        self._last_step_s = 0.0
         self._preempted_now: set[RequestId] = set()
         self._num_admissions = 0
         self._log = log
@@ -129,8 +137,9 @@ class Scheduler:
             now: Seconds.
             only: Running requests to choose from, with no admissions: the retry of a step that failed.
         """
-        assert not self._drafts, "a plan is in flight"
+        assert self._in_flight is None, "a plan is in flight"
         self._preempted_now.clear()
+        self.moves.poll()
         decodes, prefills = self._split(only)
         for request in decodes:
             if request.status is RequestStatus.RUNNING:
@@ -139,13 +148,16 @@ class Scheduler:
             self._place_prefills(prefills, now, admit=only is None)
         if not self._drafts:
             self._break_stall(now, only)
-        if not self._drafts:
-            return None
-        self.step += 1
-        if self._log is not None:
-            for draft in self._drafts.values():
-                self._note("run", draft.request, draft.start, draft.num_tokens)
-        return build_plan(self.step, self._drafts.values(), self.config.block_size)
+        if only is None and self._drafts:
+            self.moves.store_ahead(self._last_step_s)
+        return self._build()
+
+    def plan_idle(self) -> Plan | None:
+        """Decide a step that only copies blocks down, for an engine without requests; None where there is nothing."""
+        assert self._in_flight is None, "a plan is in flight"
+        self.moves.poll()
+        self.moves.store_idle()
+        return self._build()
 
     def commit(self, plan: Plan, output: StepOutput, now: float) -> None:
         """Make the effects of a step visible: tokens, registered blocks, ends.
@@ -155,11 +167,16 @@ class Scheduler:
             output: What came of it.
             now: When that was.
         """
+        drafts = self._take_drafts(plan)
+        self.moves.commit(drafts)
         deltas: list[TokenDelta] = []
         ended: list[tuple[Request, FinishReason, str]] = []
         rows = pairs = 0
-        for draft in self._take_drafts(plan):
+        for draft in drafts:
             request, num_tokens = draft.request, draft.num_tokens
+            if draft.loads:
+                self._commit_loads(draft)
+                continue
             rows += num_tokens
             pairs += num_pairs(draft.start, num_tokens)
             ids = request.lease.token_ids
@@ -168,6 +185,7 @@ class Scheduler:
             if request.request_id in output.failed or (token_id is None and end == len(ids)):
                 self.kv.discard(draft.allocation)
                 self.kv.poison(request.lease.table)
+                self.moves.forget(request.lease)
                 ended.append(
                     (request, FinishReason.FAILED, output.failed.get(request.request_id, "no token was drawn"))
                 )
@@ -184,15 +202,23 @@ class Scheduler:
             self.outbox.append(Tokens(plan.step, deltas))
         for request, reason, message in ended:
             self._end(request, reason, now, EngineError.code if message else "", message)
-        if self.cost.observe(rows, pairs, output.model_s):
+        self._last_step_s = output.model_s
+        if rows and self.cost.observe(rows, pairs, output.model_s):
             parameters = self.cost.parameters
             self._note("cost", None, parameters.fixed_s, parameters.per_row_s, parameters.per_pair_s)
 
     def discard(self, plan: Plan) -> None:
         """Undo a step that failed: allocations and counters are as before; who was admitted stays admitted."""
-        for draft in self._take_drafts(plan):
+        drafts = self._take_drafts(plan)
+        for draft in drafts:
             self.kv.discard(draft.allocation)
+        self.moves.discard(drafts)
         self._note("discard", None)
+
+    @property
+    def planned(self) -> Collection[Draft]:
+        """What each request has in the plan that is in flight."""
+        return self._drafts.values()
 
     # Parts of plan.
 
@@ -205,19 +231,40 @@ class Scheduler:
                 (decodes if request.is_decode else prefills).append(request)
         return decodes, prefills
 
-    def _place(self, request: Request, num_tokens: int) -> bool:
-        """Give a running request rows in this step, if need be at the cost of others; False where it gets none."""
+    def _build(self) -> Plan | None:
+        stores = self.moves.stores
+        if not self._drafts and not stores:
+            return None
+        self.step += 1
+        if self._log is not None:
+            for draft in self._drafts.values():
+                self._note("load" if draft.loads else "run", draft.request, draft.start, draft.num_tokens)
+            for move in stores:
+                self._note("store", None, move.block_id, move.slot)
+        self._in_flight = build_plan(self.step, self._drafts.values(), self.config.block_size, stores)
+        return self._in_flight
+
+    def _place(self, request: Request, num_tokens: int, loads: Sequence[HostBlock] = ()) -> bool:
+        """Give a running request rows, or loads in their place, if need be at others' cost; False: it gets none."""
         table = request.lease.table
         start = table.num_computed_tokens
         while (allocation := self.leases.allocate_slots(table, start + num_tokens)) is None:
             victim = choose_victim(self.running, request)
-            if victim is None:
+            if victim is not None:
+                self._preempt(victim, request)
+            if victim is None or victim is request:
+                self.moves.release(loads)
                 return False
-            self._preempt(victim, request)
-            if victim is request:
-                return False
-        self._drafts[request.request_id] = Draft(request, allocation, start, num_tokens, request.is_decode)
+        self._drafts[request.request_id] = Draft(request, allocation, start, num_tokens, request.is_decode, loads)
         return True
+
+    def _place_prefill(self, request: Request, room: StepRoom, most: int | None) -> None:
+        start = request.num_computed_tokens
+        if self.moves.is_coming(request, start):
+            return
+        loads = self.moves.take_loads(request, start, room)
+        num_tokens = len(loads) * self.config.block_size or self.moves.rows_of(request, start, room, most)
+        self._place(request, num_tokens, loads)
 
     def _place_prefills(self, prefills: list[Request], now: float, *, admit: bool) -> None:
         """Share what the decodes leave of the step."""
@@ -231,16 +278,14 @@ class Scheduler:
         while not room.is_full and (choice := order.next()) is not None:
             request, most = choice
             if request.status is RequestStatus.WAITING:
-                num_tokens = self._admit(request, room, most, now)
-            elif request.status is RequestStatus.RUNNING and request.request_id not in self._drafts:
-                num_tokens = room.rows_of(request.num_computed_tokens, request.num_remaining_tokens, most)
-                if not self._place(request, num_tokens):
-                    num_tokens = 0
-            else:
-                num_tokens = 0
-            if num_tokens:
-                room.take(self._drafts[request.request_id].start, num_tokens)
-                order.serve(request, num_tokens)
+                self._admit(request, room, most, now)
+            elif request.request_id not in self._drafts:
+                self._place_prefill(request, room, most)
+            draft = self._drafts.get(request.request_id)
+            if draft is not None:
+                if draft.num_rows:
+                    room.take(draft.start, draft.num_rows)
+                order.serve(request, draft.num_rows)
             else:
                 if request.why is WaitReason.NO_BLOCKS and self.admission.is_under_block_share(request):
                     order.close()
@@ -248,16 +293,16 @@ class Scheduler:
         for request in order.untried():
             request.why = WaitReason.FAIR_SHARE
 
-    def _admit(self, request: Request, room: StepRoom, most: int | None, now: float) -> int:
-        """Let a waiting request run with its first chunk; return the chunk's rows, 0 for "not now"."""
+    def _admit(self, request: Request, room: StepRoom, most: int | None, now: float) -> bool:
+        """Let a waiting request run with its first chunk; False for "not now"."""
         admission = self.admission
         if admission.is_hopeless(request) or request.request_id in self._preempted_now:
-            return 0
+            return False
         if not admission.find_slot(request):
-            return 0
+            return False
         draft = admission.take_first_chunk(request, room, most)
         if draft is None:
-            return 0
+            return False
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
         self._num_admissions += 1
@@ -269,10 +314,12 @@ class Scheduler:
             request.num_charged_tokens = draft.start
         self._drafts[request.request_id] = draft
         self._note("admit", request, draft.start, draft.num_tokens)
-        return draft.num_tokens
+        return True
 
     def _break_stall(self, now: float, only: Collection[RequestId] | None) -> None:
         """Where nobody could be placed, place the oldest one whatever it costs, or end it for want of blocks."""
+        if self.moves.is_waiting:
+            return
         while not self._drafts:
             request = next((r for r in self.running if only is None or r.request_id in only), None)
             if request is None:
@@ -289,20 +336,37 @@ class Scheduler:
         # With nothing running and no lease left to shrink, a lone request drops even its own shared blocks.
         while not self._drafts and not self.running and only is None and (request := self.waiting.first()) is not None:
             self._preempted_now.clear()
-            self.kv.free(request.lease.table)
+            self.leases.free(request.lease)
             room = StepRoom(self.cost.parameters, self.config.max_num_batched_tokens, math.inf, least=1)
             request.retry_at = (-1, -1)
             if not self._admit(request, room, None, now):
+                if self.moves.is_waiting:
+                    return
                 self._end(request, FinishReason.KV_EXHAUSTED, now)
 
     # Parts of commit.
 
     def _take_drafts(self, plan: Plan) -> list[Draft]:
-        assert plan.step == self.step, f"plan {plan.step} is not the one in flight, which is {self.step}"
-        assert self._drafts, f"plan {plan.step} is not in flight any more"
+        assert plan is self._in_flight, f"plan {plan.step} is not in flight; the last one is {self.step}"
+        self._in_flight = None
         drafts = list(self._drafts.values())
         self._drafts.clear()
         return drafts
+
+    def _commit_loads(self, draft: Draft) -> None:
+        """Count what was loaded as what was found computed."""
+        request, end = draft.request, draft.start + draft.num_tokens
+        self.kv.commit(draft.allocation, end, request.lease.token_ids)
+        if request.is_started:
+            self._tell_resumed(request)
+        cached = min(end, request.num_prompt_tokens) - max(request.num_charged_tokens, draft.start)
+        if cached <= 0:
+            return
+        request.num_cached_tokens += cached
+        request.num_charged_tokens += cached
+        if request.is_started:
+            self.counts[request.tenant].cached_tokens += cached
+            self.counters.charge(request.tenant, CACHED_TOKEN_COST * cached)
 
     def _commit_prefill(self, draft: Draft, end: int) -> None:
         request = draft.request
@@ -316,9 +380,7 @@ class Scheduler:
             self.outbox.append(
                 Started(request.request_id, request.num_prompt_tokens, request.num_cached_tokens, queue_s)
             )
-        if request.is_preempted:
-            request.is_preempted = False
-            self.outbox.append(Preempted(request.request_id, resumed=True))
+        self._tell_resumed(request)
         request.num_prefill_tokens += draft.num_tokens
         # What is computed again after a preemption was paid for.
         charged = min(end, request.num_prompt_tokens)
@@ -329,6 +391,11 @@ class Scheduler:
             self.samples.on_computed(request)
         if end < request.num_tokens:
             self.outbox.append(Prefill(request.request_id, end, request.num_tokens))
+
+    def _tell_resumed(self, request: Request) -> None:
+        if request.is_preempted:
+            request.is_preempted = False
+            self.outbox.append(Preempted(request.request_id, resumed=True))
 
     def _commit_token(self, request: Request, token_id: int, output: StepOutput, now: float) -> TokenDelta:
         self.leases.append(request.lease, token_id)
@@ -347,16 +414,20 @@ class Scheduler:
         draft = self._drafts.pop(victim.request_id, None)
         if draft is not None:
             self.kv.discard(draft.allocation)
-        self._note("preempt", victim, victim.num_computed_tokens, winner.request_id)
+            self.moves.release(draft.loads)
+        # For a slot alone the blocks are not wanted: they stay cached, as those that were used last.
+        num_saved = 0 if why is WaitReason.SLOTS else self.moves.save(victim)
+        self._note("preempt", victim, victim.num_computed_tokens, winner.request_id, num_saved)
         victim.safe_until = victim.num_computed_tokens + 1
         victim.num_preemptions += 1
         victim.is_preempted = True
         victim.status = RequestStatus.WAITING
-        victim.why = why
+        victim.why = WaitReason.SWAP_IN if num_saved else why
         victim.retry_at = (-1, -1)
         self._preempted_now.add(victim.request_id)
         self.num_preemptions += 1
-        self.kv.free(victim.lease.table)
+        self.num_swapped += num_saved > 0
+        self.leases.free(victim.lease)
         self.running.remove(victim)
         self.waiting.add(victim)
         self.leases.set_state(victim.lease, LeaseState.QUEUED)

@@ -89,6 +89,8 @@ def build_engine(options: EngineOptions, clock: Callable[[], float], report: Rep
         eos_token_ids=frozenset(load_generation_defaults(Path(options.model_path)).stop_token_ids),
         vocab_size=model.decoder.config.vocab_size,
         transfer_costs=model.tiers.costs,
+        host_slots=0 if model.tiers.host is None else model.tiers.host.num_slots,
+        digest_key=model.tiers.key,
     )
     notes = list(model.notes)
     if config.max_model_len < pool.max_model_len:
@@ -102,7 +104,7 @@ def build_engine(options: EngineOptions, clock: Callable[[], float], report: Rep
         quantization=model.quantization,
         notes=notes,
     )
-    return EngineCore(config, model.runner, clock), ready
+    return EngineCore(config, model.runner, clock, disk=model.tiers.disk), ready
 
 
 def load_model(options: EngineOptions, report: Report, room: Callable[[], MemoryRoom] = memory_room) -> LoadedModel:

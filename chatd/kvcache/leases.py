@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from itertools import chain, islice
 
 from chatd.kvcache.block import BlockId
 from chatd.kvcache.block_pool import Account
@@ -30,6 +31,9 @@ class LeaseState(Enum):
     """A request runs; its blocks go with it only."""
 
 
+_MAX_CLEAN_TRIED = 32
+"""So many leases are asked whether they are kept below, before the longest idle one is taken as it is."""
+
 _RECLAIMABLE = (LeaseState.IDLE, LeaseState.ATTACHED, LeaseState.QUEUED)
 
 
@@ -43,11 +47,28 @@ class Lease:
         table: Its KV.
         state: Whether it can be reclaimed, and how early.
         attached: Whether idle means `ATTACHED`.
-        is_told_lost: Its owner was told that most of its KV is gone.
+        tier: Where most of its KV is, as its owner was told last.
         trim_to: It is cut to this length when its turn ends.
+        chain: Of its first blocks, the links of the digests; made when first needed, never twice.
+        digests: Of the same blocks, what they are called below the pool.
+        num_clean: Leading blocks that were copied down, as far as there was room.
+        next_dirty: Blocks from this one on are done in the pass that copies it down; -1 where none is under way.
     """
 
-    __slots__ = ("attached", "is_told_lost", "lease_id", "state", "table", "tenant", "token_ids", "trim_to")
+    __slots__ = (
+        "attached",
+        "chain",
+        "digests",
+        "lease_id",
+        "next_dirty",
+        "num_clean",
+        "state",
+        "table",
+        "tenant",
+        "tier",
+        "token_ids",
+        "trim_to",
+    )
 
     def __init__(self, lease_id: int, tenant: str | None, table: BlockTable) -> None:
         self.lease_id = lease_id
@@ -56,8 +77,12 @@ class Lease:
         self.table = table
         self.state = LeaseState.ACTIVE
         self.attached = False
-        self.is_told_lost = False
+        self.tier = "device"
         self.trim_to: int | None = None
+        self.chain: list[bytes] = []
+        self.digests: list[bytes] = []
+        self.num_clean = 0
+        self.next_dirty = -1
 
 
 class LeaseTable:
@@ -73,6 +98,8 @@ class LeaseTable:
         num_offered: How often a lease became reclaimable; while it stands still, no more can be reclaimed.
         shrunk: Leases that lost KV to pressure since the owner of this table last cleared it.
         used: Likewise, those whose turn ended.
+        dirty: Idle leases with blocks that were not copied down yet, the longest idle first.
+        is_below: Tells of a lease and the place of one of its full blocks whether it is kept below the pool.
     """
 
     def __init__(self, manager: KVCacheManager, max_leases: int, max_tokens: int) -> None:
@@ -90,6 +117,8 @@ class LeaseTable:
         self._attached: dict[int, None] = {}
         self.shrunk: dict[int, Lease] = {}
         self.used: dict[int, Lease] = {}
+        self.dirty: OrderedDict[int, Lease] = OrderedDict()
+        self.is_below: Callable[[Lease, int], bool] | None = None
         self.num_tokens = 0
         self.num_offered = 0
 
@@ -122,6 +151,9 @@ class LeaseTable:
         if fork is not None:
             fork.table = self._manager.fork(lease.table, num_tokens)
             self.extend(fork, lease.token_ids[:num_tokens])
+            num_full = num_tokens // self._manager.block_size
+            fork.chain, fork.digests = lease.chain[:num_full], lease.digests[:num_full]
+            fork.num_clean = min(lease.num_clean, num_full)
         if state is not LeaseState.ACTIVE:
             self.set_state(lease, state)
         return fork
@@ -141,6 +173,7 @@ class LeaseTable:
         self.num_tokens -= len(lease.token_ids)
         self.shrunk.pop(lease.lease_id, None)
         self.used.pop(lease.lease_id, None)
+        self.dirty.pop(lease.lease_id, None)
         del self._leases[lease.lease_id]
 
     def extend(self, lease: Lease, token_ids: Sequence[int]) -> None:
@@ -166,7 +199,17 @@ class LeaseTable:
         if removed > 0:
             del lease.token_ids[num_tokens:]
             self.num_tokens -= removed
+            num_full = num_tokens // self._manager.block_size
+            del lease.chain[num_full:]
+            del lease.digests[num_full:]
+            lease.num_clean = min(lease.num_clean, num_full)
+            lease.next_dirty = min(lease.next_dirty, num_full)
         self._manager.trim(lease.table, num_tokens)
+
+    def free(self, lease: Lease) -> None:
+        """Give back all blocks of a lease that is in use; its ids stay."""
+        self._manager.free(lease.table)
+        lease.num_clean = 0
 
     def set_state(self, lease: Lease, state: LeaseState, *, is_offer: bool = True) -> None:
         """Move a lease to the end of the order of its new state; `is_offer` is False where it was there just before."""
@@ -190,6 +233,10 @@ class LeaseTable:
             self.trim(lease, lease.trim_to)
             lease.trim_to = None
         self.used[lease.lease_id] = lease
+        if self.is_below is not None and lease.table.num_computed_tokens // self._manager.block_size > lease.num_clean:
+            self.dirty[lease.lease_id] = lease
+            self.dirty.move_to_end(lease.lease_id)
+            lease.next_dirty = -1
         self.set_state(lease, LeaseState.ATTACHED if lease.attached else LeaseState.IDLE)
 
     def set_attached(self, lease_id: int, attached: bool) -> None:
@@ -210,9 +257,11 @@ class LeaseTable:
         self._pool = self._manager.pool
         for leases in self._reclaimable.values():
             leases.clear()
+        self.dirty.clear()
         for lease in self._leases.values():
             lease.table = self._manager.open_table(lease.tenant)
-            lease.is_told_lost = True
+            lease.num_clean = 0
+            lease.next_dirty = -1
 
     def allocate_slots(self, table: BlockTable, num_tokens: int, computed: Sequence[BlockId] = ()) -> Allocation | None:
         """As `KVCacheManager.allocate_slots`, at the cost of leases where the pool alone has not enough."""
@@ -278,13 +327,15 @@ class LeaseTable:
         tenants = self._reclaimable[state]
         for tenant in sorted(tenants, key=lambda tenant: (-pool.account(tenant).over_share, tenant or "")):
             other = pool.account(tenant)
-            emptied: list[int] = []
-            for lease in tenants[tenant].values():
+            emptied: dict[int, None] = {}
+            # What is kept below is dropped before what is not: it is copied down in this order too, so it comes first.
+            clean = [] if self.is_below is None else list(islice(tenants[tenant].values(), _MAX_CLEAN_TRIED))
+            for lease, is_clean in chain(((c, True) for c in clean), ((d, False) for d in tenants[tenant].values())):
                 while pool.available(account) < needed and _gives(other, account):
-                    if not self._shrink(lease, shared_too):
+                    if not self._shrink(lease, shared_too, is_clean):
                         break
                 if not lease.table.block_ids:
-                    emptied.append(lease.lease_id)
+                    emptied[lease.lease_id] = None
                 if pool.available(account) >= needed:
                     break
             for lease_id in emptied:
@@ -295,12 +346,26 @@ class LeaseTable:
                 return True
         return False
 
-    def _shrink(self, lease: Lease, shared_too: bool) -> bool:
-        """Take a lease's last block; False where there is none, or only a shared one that is not to be taken."""
+    def _shrink(self, lease: Lease, shared_too: bool, is_clean: bool) -> bool:
+        """Take a lease's last block; False where there is none, or only one that is not to be taken.
+
+        Args:
+            lease: Which.
+            shared_too: Take also what another one holds.
+            is_clean: Take only what is kept below the pool, or is no full block.
+        """
         table = lease.table
         if not table.block_ids or (not shared_too and self._pool.blocks[table.block_ids[-1]].ref_count > 1):
             return False
-        self._manager.trim(table, (len(table.block_ids) - 1) * self._manager.block_size)
+        last = len(table.block_ids) - 1
+        size = self._manager.block_size
+        if is_clean and self.is_below is not None:
+            place = last if table.num_computed_tokens % size == 0 else last - 1
+            if place >= 0 and not self.is_below(lease, place):
+                return False
+        self._manager.trim(table, last * size)
+        lease.num_clean = min(lease.num_clean, last)
+        lease.next_dirty = min(lease.next_dirty, last)
         self.shrunk[lease.lease_id] = lease
         return True
 

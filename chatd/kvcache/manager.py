@@ -53,11 +53,11 @@ class KVCacheManager:
         """Go on with another pool; tables of the old one are void."""
         self.pool = pool
         self.index: PrefixIndex = pool.index
-        self._public = self.index.namespace_id(self._namespace(None))
+        self._public = self.index.namespace_id(self._base.of(None))
 
     def open_table(self, tenant: str | None) -> BlockTable:
         """Return an empty table in a tenant's namespace; None is "public"."""
-        return BlockTable(self.index.namespace_id(self._namespace(tenant)), self.pool.account(tenant))
+        return BlockTable(self.index.namespace_id(self._base.of(tenant)), self.pool.account(tenant))
 
     def num_blocks_of(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens."""
@@ -257,9 +257,3 @@ class KVCacheManager:
             return False
         block = self.pool.blocks[table.block_ids[-1]]
         return block.ref_count > 1 or block.entry is not None
-
-    def _namespace(self, tenant: str | None) -> Namespace:
-        base = self._base
-        return Namespace(
-            base.weights_digest, base.weight_format, base.kv_format, base.layout_version, base.adapter, tenant
-        )

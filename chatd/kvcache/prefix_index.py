@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NewType
 
 import xxhash
@@ -41,6 +41,10 @@ class Namespace:
     layout_version: int
     adapter: str | None
     tenant: str | None
+
+    def of(self, tenant: str | None) -> Namespace:
+        """Return the same namespace for another tenant; None is "public"."""
+        return replace(self, tenant=tenant)
 
     def frame(self) -> bytes:
         """Return the fields as typed, length-framed bytes: no two different namespaces give the same."""

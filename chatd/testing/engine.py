@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from chatd.engine.core import EngineConfig, EngineCore
 from chatd.engine.cost_model import CostParameters, num_pairs
@@ -23,9 +23,10 @@ from chatd.engine.messages import (
     Submit,
     Tokens,
 )
-from chatd.engine.plan import BlockId, Chunk, Plan, RequestId, StepOutput
+from chatd.engine.plan import BlockId, BlockMove, Chunk, Plan, RequestId, StepOutput
 from chatd.engine.sampling import SamplingParams
 from chatd.kvcache.prefix_index import Namespace
+from chatd.kvcache.tiers import Disk
 
 POISON = -1
 EMPTY_PREFIX = 0x9E3779B97F4A7C15
@@ -72,6 +73,14 @@ class Truth:
     chains: Sequence[int]
 
 
+class HostContent(NamedTuple):
+    """What one slot of the host's buffer holds: that of the pool's slots that were stored in it."""
+
+    chains: list[int]
+    tenants: list[str | None]
+    token_ids: list[int]
+
+
 class ProvenanceRunner:
     """A runner whose KV slots know their whole prefix, and whose next token is a function of it.
 
@@ -82,11 +91,17 @@ class ProvenanceRunner:
         truth: What the requests really are; None checks that tables are consistent in themselves.
         cost: How long a step takes, told as `model_s`.
         clock: Is advanced by that.
+        num_host_slots: Of the host's buffer.
+        move_s: How long the move of a block takes, told as `move_s`.
 
     Attributes:
+        host: By slot of the host's buffer, what was stored in it by a step that did not fail.
         chains: By slot, the fingerprint of the prefix that ends there; `POISON` where nothing was written.
         tenants: By slot, whose request wrote it.
         plans: Executed so far.
+        num_rows: Computed so far.
+        num_stored: Blocks stored so far.
+        num_loaded: Likewise.
         before_write: Called with each block that a plan writes to, before it is written.
         failing: Requests whose presence in a plan makes the step raise, after it has written.
         not_finite: Requests whose logits are not finite.
@@ -102,14 +117,17 @@ class ProvenanceRunner:
         truth: Callable[[RequestId], Truth] | None = None,
         cost: CostParameters | None = None,
         clock: FakeClock | None = None,
+        num_host_slots: int = 0,
+        move_s: float = 0.0,
     ) -> None:
+        self.host: list[HostContent | None] = [None] * num_host_slots
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.chains = [POISON] * (num_blocks * block_size)
         self.tenants: list[str | None] = [None] * (num_blocks * block_size)
         self.token_ids = [POISON] * (num_blocks * block_size)
         self.plans = 0
-        self.num_rows = 0
+        self.num_rows = self.num_stored = self.num_loaded = 0
         self.before_write: Callable[[BlockId], None] | None = None
         self.failing: set[RequestId] = set()
         self.not_finite: set[RequestId] = set()
@@ -118,6 +136,7 @@ class ProvenanceRunner:
         self._truth = truth
         self._cost = cost
         self._clock = clock
+        self._move_s = move_s
 
     def next_token(self, chain: int) -> int:
         """Return the token that follows a prefix."""
@@ -130,7 +149,7 @@ class ProvenanceRunner:
             self.chains[slot] = POISON
 
     def execute(self, plan: Plan) -> StepOutput:
-        """Run a plan as a model would: copies, then all writes, then attention and sampling."""
+        """Run a plan as a model would: stores, copies and loads, then all writes, then attention and sampling."""
         try:
             return self._execute(plan)
         except AssertionError as error:
@@ -141,12 +160,16 @@ class ProvenanceRunner:
     def _execute(self, plan: Plan) -> StepOutput:
         self.plans += 1
         size = self.block_size
+        self._store(plan.stores)
         for copy in plan.copies:
             self._copy(copy.source, copy.target)
+        loaded = self._load(plan.loads)
         written: dict[int, RequestId] = {}
         for chunk in plan.chunks:
             assert chunk.num_tokens >= 1, f"request {chunk.request_id} has an empty chunk"
             end = chunk.start + chunk.num_tokens
+            written_places = range(chunk.start // size, len(chunk.block_ids))
+            assert not any(chunk.block_ids[place] in loaded for place in written_places), "a loaded block is written"
             assert len(chunk.block_ids) == -(-end // size), f"request {chunk.request_id}'s table does not end at {end}"
             self._write(chunk, written)
         sampled: dict[RequestId, int] = {}
@@ -162,15 +185,45 @@ class ProvenanceRunner:
             model_s = self._cost.step_s(rows, pairs)
             if self._clock is not None:
                 self._clock.advance(model_s)
+        move_s = self._move_s * (len(plan.stores) + len(plan.loads))
+        if self._clock is not None:
+            self._clock.advance(move_s)
         if self.raise_next or (self.failing and any(chunk.request_id in self.failing for chunk in plan.chunks)):
             self.raise_next = False
+            for move in plan.stores:
+                self.host[move.slot] = None
             raise RuntimeError("the step failed as it was told to")
         failed = {
             chunk.request_id: "logits are not finite"
             for chunk in plan.chunks
             if chunk.sample is not None and chunk.request_id in self.not_finite
         }
-        return StepOutput(sampled, failed=failed, model_s=model_s)
+        return StepOutput(sampled, failed=failed, model_s=model_s, move_s=move_s)
+
+    def _store(self, stores: Sequence[BlockMove]) -> None:
+        size = self.block_size
+        slots = [move.slot for move in stores]
+        assert len(set(slots)) == len(slots), "two blocks are stored in one slot"
+        for move in stores:
+            part = slice(move.block_id * size, (move.block_id + 1) * size)
+            content = HostContent(self.chains[part], self.tenants[part], self.token_ids[part])
+            assert POISON not in content.chains, f"block {move.block_id} is stored and not full"
+            self.host[move.slot] = content
+            self.num_stored += 1
+
+    def _load(self, loads: Sequence[BlockMove]) -> set[int]:
+        size = self.block_size
+        for move in loads:
+            content = self.host[move.slot]
+            assert content is not None, f"slot {move.slot} is loaded with nothing in it"
+            part = slice(move.block_id * size, (move.block_id + 1) * size)
+            if self.before_write is not None:
+                self.before_write(move.block_id)
+            self.chains[part], self.tenants[part], self.token_ids[part] = content
+            self.num_loaded += 1
+        targets = {int(move.block_id) for move in loads}
+        assert len(targets) == len(loads), "a block is loaded twice"
+        return targets
 
     def _copy(self, source: int, target: int) -> None:
         size = self.block_size
@@ -265,13 +318,19 @@ class EngineHarness:
     lost: set[int] = field(default_factory=set)
     core_options: dict[str, Any] = field(default_factory=dict)
     runner_options: dict[str, Any] = field(default_factory=dict)
+    make_disk: Callable[[ProvenanceRunner], Disk] | None = None
 
     def __post_init__(self) -> None:
         """Build runner and core."""
         self.runner = ProvenanceRunner(
-            self.config.num_blocks, self.config.block_size, clock=self.clock, **self.runner_options
+            self.config.num_blocks,
+            self.config.block_size,
+            clock=self.clock,
+            num_host_slots=self.config.host_slots,
+            **self.runner_options,
         )
-        self.core = EngineCore(self.config, self.runner, self.clock, **self.core_options)
+        disk = None if self.make_disk is None else self.make_disk(self.runner)
+        self.core = EngineCore(self.config, self.runner, self.clock, disk=disk, **self.core_options)
 
     def send(self, message: FrontMessage) -> list[EngineMessage]:
         """Hand a message to the core."""
@@ -332,6 +391,16 @@ class EngineHarness:
         self.submit(request, new_ids, **options)
         self.run()
         return self.outputs.get(request, [])
+
+    def settle(self, max_slices: int = 10_000) -> None:
+        """Let an engine without requests do all that it does when idle."""
+        while not self.core.is_checked:
+            assert max_slices > 0, "an idle engine does not come to rest"
+            max_slices -= 1
+            self._keep(self.core.idle(self.clock.now))
+            if self.runner.violation is not None:
+                raise self.runner.violation
+            self.core.check_invariants()
 
     def length(self, lease: int) -> int:
         """Return the length of a lease, or -1."""

@@ -21,6 +21,9 @@ SHAPES = (
     Shape(num_blocks=14, block_size=8, max_num_seqs=3, floors=(2, 2, 2), weights=(1.0, 1.0, 4.0)),
     Shape(num_blocks=60, max_num_batched_tokens=128, max_num_seqs=16, max_sessions=20, max_leases=24),
     Shape(num_blocks=40, tenants=("acme",), floors=(0,), weights=(1.0,), max_num_batched_tokens=8, target_step_s=1.0),
+    Shape(host_slots=30, floors=(4, 0, 0)),
+    Shape(num_blocks=30, max_sessions=16, max_leases=18, host_slots=50, disk_blocks=90, preemption="swap"),
+    Shape(num_blocks=24, block_size=2, max_model_len=40, host_slots=9, disk_blocks=40),
 )
 
 
@@ -129,6 +132,18 @@ class Simulation(Witness):
     def _break(self) -> None:
         dice = self.rng.random()
         jobs = list(self.jobs.values())
+        disk = self.disk
+        if disk is not None and dice < 0.3:
+            if dice < 0.15 and disk.digests:
+                disk.damaged.add(self.rng.choice(disk.digests))
+            elif dice < 0.2:
+                disk.fails_writes = not disk.fails_writes
+            elif dice < 0.25:
+                disk.fails_reads = not disk.fails_reads
+            else:
+                disk.is_paused = not disk.is_paused
+            self.counts["disk faults"] += 1
+            return
         if dice < 0.4 or not jobs:
             self.runner.raise_next = True
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 import xxhash
@@ -34,8 +35,10 @@ from chatd.engine.messages import (
 )
 from chatd.engine.plan import BlockId, Plan, RequestId, StepOutput
 from chatd.engine.sampling import SamplingParams
+from chatd.engine.transfer_costs import TransferCosts
 from chatd.kvcache.block_pool import Account
 from chatd.kvcache.prefix_index import MAX_ENTRIES_PER_KEY, HashFunction
+from chatd.testing.disk import FakeDisk
 from chatd.testing.engine import EMPTY_PREFIX, NAMESPACE, POISON, FakeClock, ProvenanceRunner, Truth, extend_chain
 
 VOCAB_SIZE = 11
@@ -99,6 +102,9 @@ class Shape:
     floors: tuple[int, ...] = (6, 0, 0)
     weights: tuple[float, ...] = (1.0, 2.0, 1.0)
     target_step_s: float = 0.0
+    host_slots: int = 0
+    disk_blocks: int = 0
+    preemption: Literal["auto", "swap", "recompute"] = "auto"
 
 
 class Witness:
@@ -145,6 +151,9 @@ class Witness:
             vocab_size=VOCAB_SIZE,
             cost=CostParameters(1e-3, 2e-4, 1e-6),
             target_step_s=shape.target_step_s,
+            host_slots=shape.host_slots,
+            transfer_costs=TransferCosts(1e-4, 2e-5, 2e-5),
+            preemption=shape.preemption,
             tenants={
                 name: TenantLimits(weight, floor)
                 for name, weight, floor in zip(shape.tenants, shape.weights, shape.floors, strict=True)
@@ -152,13 +161,17 @@ class Witness:
         )
         # Steps take other times than the cost model starts with, so that it is fitted meanwhile.
         cost = CostParameters(1.2e-3, 3e-4, 2e-6)
-        self.runner = ProvenanceRunner(shape.num_blocks, shape.block_size, VOCAB_SIZE, self._truth, cost, self.clock)
+        self.runner = ProvenanceRunner(
+            shape.num_blocks, shape.block_size, VOCAB_SIZE, self._truth, cost, self.clock, shape.host_slots, 1e-5
+        )
+        self.disk = FakeDisk(self.runner, shape.disk_blocks) if shape.disk_blocks else None
         self.runner.before_write = self._check_write
         self.core = EngineCore(
             self.config,
             self,
             self.clock,
             log=self.log.append if keep_log else None,
+            disk=self.disk,
             hash_function=hash_function,
             # A constant hash has one key for all; the list under it must not be what limits the hits.
             max_entries_per_key=shape.num_blocks if hash_function is constant_hash else MAX_ENTRIES_PER_KEY,
@@ -323,7 +336,10 @@ class Witness:
             assert account.num_resident >= least, f"{account.tenant} was taken below its floor by others"
         if waited and not ran:
             moved = self._plan is not None or any(isinstance(message, Done) for message in said)
+            moved |= core.scheduler.moves.is_waiting
             assert moved, "I14: work waits, nothing runs, and the step did nothing"
+        if not core.has_work:
+            said += core.idle(self.clock.now)
         self.hear(said)
         core.check_invariants()
         self._poison()
@@ -342,21 +358,42 @@ class Witness:
 
     def _execute(self, plan: Plan) -> StepOutput:
         self._plan = plan
-        assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens, f"I12: {plan.num_tokens} rows in a step"
+        assert plan.chunks or plan.stores or plan.loads, "a step does nothing"
+        assert plan.num_tokens <= self.config.max_num_batched_tokens, f"I12: {plan.num_tokens} rows in a step"
+        self.counts["moves alone"] += not plan.chunks
+        self.counts["stored"] += len(plan.stores)
+        self.counts["loaded"] += len(plan.loads)
         ids = [chunk.request_id for chunk in plan.chunks]
         assert len(set(ids)) == len(ids), "a request has two chunks in one step"
         for chunk in plan.chunks:
             assert (chunk.sample is not None) == (
                 chunk.start + chunk.num_tokens == len(self.jobs[chunk.request_id].session.token_ids)
             ), f"request {chunk.request_id} samples in the middle of its prompt, or not at its end"
-        if self.runner.raise_next:
+        if self.runner.raise_next and len(ids) == 1:
             # A retry that fails as well is a failure of whoever is in it.
-            self.jobs[ids[-1]].may_fail |= len(ids) == 1
+            self.jobs[ids[0]].may_fail = True
         output = self.runner.execute(plan)
+        self._check_loads()
         self._tainted = [
             block_id for chunk in plan.chunks if chunk.request_id in output.failed for block_id in chunk.block_ids
         ]
         return output
+
+    def _check_loads(self) -> None:
+        """Compare what was loaded with what its request should have there."""
+        runner, size = self.runner, self.shape.block_size
+        for draft in self.core.scheduler.planned:
+            if not draft.loads:
+                continue
+            truth = self._truth(draft.request.request_id)
+            for place in range(draft.start // size, (draft.start + draft.num_tokens) // size):
+                block_id = draft.request.lease.table.block_ids[place]
+                chains = runner.chains[block_id * size : (block_id + 1) * size]
+                assert chains == truth.chains[place * size : (place + 1) * size], (
+                    f"I10: {draft.request} loads another prefix's KV into block {block_id}"
+                )
+                owner = runner.tenants[block_id * size]
+                assert owner in (None, truth.tenant), f"I9: {draft.request} of {truth.tenant} loads KV of {owner}"
 
     def _truth(self, request_id: RequestId) -> Truth:
         session = self.jobs[request_id].session

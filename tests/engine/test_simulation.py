@@ -19,8 +19,8 @@ from chatd.testing.witness import STOP_ID, VOCAB_SIZE, Shape, Witness, constant_
 
 HASHES = {"xxh3": xxhash.xxh3_128_digest, "constant": constant_hash}
 
-# 7 shapes × 2 hashes × 9 seeds × 800 steps: over 100,000 steps.
-SEEDS, STEPS = 9, 800
+# 10 shapes × 2 hashes × 7 seeds × 800 steps: over 100,000 steps.
+SEEDS, STEPS = 7, 800
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +39,8 @@ def test_every_invariant_holds_after_every_step(shape, hash_name):
         run = simulate(1000 * shape + seed, STEPS, shape=SHAPES[shape], hash_function=HASHES[hash_name])
         run.counts["preempted"] = run.core.scheduler.num_preemptions
         run.counts["evicted"] = run.core.pool.num_evictions
+        run.counts["swapped"] = run.core.scheduler.num_swapped
+        run.counts["from disk"] = 0 if run.disk is None else run.disk.num_loaded
         counts = run.counts if counts is None else counts + run.counts
     assert counts["steps"] >= SEEDS * STEPS
     # A run in which nothing happens proves nothing.
@@ -47,6 +49,11 @@ def test_every_invariant_holds_after_every_step(shape, hash_name):
         *("end failed", "preempted", "evicted", "end stop", "sampled"),
     ):
         assert counts[what] > 10, f"{what} hardly happened: {counts}"
+    if SHAPES[shape].host_slots:
+        for what in ("stored", "loaded", "swapped", "moves alone"):
+            assert counts[what] > 10, f"{what} hardly happened: {counts}"
+    if SHAPES[shape].disk_blocks:
+        assert counts["from disk"] > 10, f"hardly anything came back from the disk: {counts}"
 
 
 @pytest.mark.parametrize("seed", range(3))

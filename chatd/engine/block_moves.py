@@ -1,0 +1,375 @@
+"""Blocks that a plan moves between the pool and the tiers below it, and when that is worth its time.
+
+Three kinds: a prompt's next blocks are loaded in place of being computed; a preempted request's are saved, where
+computing them again would take longer; idle leases' are copied down ahead of need, so that reclaiming them is a drop.
+Like everything in a plan they count only when it is committed. Decides nothing by a clock and reads no bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from chatd.engine.cost_model import CostModel, StepRoom, num_pairs
+from chatd.engine.draft import Draft
+from chatd.engine.engine_config import EngineConfig
+from chatd.engine.plan import BlockMove
+from chatd.engine.request import Request
+from chatd.kvcache.block import BlockId
+from chatd.kvcache.digests import Digester
+from chatd.kvcache.leases import Lease, LeaseState, LeaseTable
+from chatd.kvcache.manager import KVCacheManager
+from chatd.kvcache.tiers import HostBlock, Tiers
+
+IDLE_SLICE_S = 2e-3
+"""What one slice of copying takes while nothing runs."""
+
+BUSY_PART = 0.02
+"""Part of the steps' time that goes to copying ahead of need."""
+
+MAX_STORES = 64
+"""Copied ahead of need by one plan at most, however fast that is said to be."""
+
+# What looking at one more block of a lease takes, copied or not.
+_VISIT_S = 2e-6
+# Beyond this nothing is saved up for later: a long step must not be followed by a burst.
+_MAX_CREDIT_S = 5e-3
+
+
+class BlockMoves:
+    """The moves of the plan that is being made, or in flight.
+
+    Args:
+        config: The engine core's.
+        kv: Block tables.
+        leases: Of the same manager.
+        tiers: Below the pool.
+        cost: What computing takes.
+
+    Attributes:
+        is_waiting: Somebody could not be placed in this plan because the disk is on it.
+    """
+
+    def __init__(
+        self, config: EngineConfig, kv: KVCacheManager, leases: LeaseTable, tiers: Tiers, cost: CostModel
+    ) -> None:
+        self.tiers = tiers
+        self._config = config
+        self._kv = kv
+        self._leases = leases
+        self._cost = cost
+        self._digester = Digester(config.digest_key, config.namespace, config.block_size)
+        self._stores: list[tuple[BlockMove, HostBlock]] = []
+        self._held: list[BlockId] = []
+        self._credit_s = 0.0
+        self._full_at: tuple[int, int] | None = None
+        self.is_waiting = False
+        if self.is_on:
+            leases.is_below = self._is_below
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anything below the pool."""
+        return self.tiers.num_slots > 0
+
+    @property
+    def has_chores(self) -> bool:
+        """Whether an idle engine has something to copy, or waits for the disk."""
+        return self.tiers.is_moving or (bool(self._leases.dirty) and not self._is_full)
+
+    @property
+    def stores(self) -> list[BlockMove]:
+        """What this plan copies down."""
+        return [move for move, _ in self._stores]
+
+    # A plan.
+
+    def poll(self) -> None:
+        """Take in what the disk has done since the last plan, and give it more to do."""
+        self.is_waiting = False
+        self.tiers.poll()
+        self.tiers.write_out()
+
+    def commit(self, drafts: Iterable[Draft]) -> None:
+        """Let what was stored be found, and let go of what was loaded."""
+        for _, block in self._stores:
+            self.tiers.settle(block)
+        for draft in drafts:
+            self.release(draft.loads)
+            self.tiers.num_loaded += len(draft.loads)
+        self._clear()
+
+    def discard(self, drafts: Iterable[Draft]) -> None:
+        """Undo a plan that failed. What it loaded may be why, so that is given up; a retry computes it."""
+        for _, block in self._stores:
+            self.tiers.cancel(block)
+        for draft in drafts:
+            self.release(draft.loads)
+            for block in draft.loads:
+                self.tiers.forget(block.digest)
+        self._clear()
+
+    def release(self, loads: Sequence[HostBlock]) -> None:
+        """Let go of what a request has loaded, or will not; tails first, so that they are given up first."""
+        for block in reversed(loads):
+            self.tiers.unpin(block)
+
+    # Coming back.
+
+    def is_coming(self, request: Request, start: int) -> bool:
+        """Ask the disk for what goes on at `start`; True while any of it is on its way, so that waiting helps."""
+        if start % self._config.block_size or self.tiers.is_empty or self.tiers.disk is None:
+            return False
+        # What has come already must not be given up for what comes after it.
+        ready: list[HostBlock] = []
+        is_coming = False
+        for place in range(start // self._config.block_size, self._num_loadable(request.lease)):
+            block = self._find(request.lease, place)
+            if block is not None:
+                self.tiers.pin(block)
+                ready.append(block)
+            elif self._fetch(request, place):
+                is_coming = True
+            else:
+                break
+        self.release(ready)
+        self.is_waiting |= is_coming
+        return is_coming
+
+    def take_loads(self, request: Request, start: int, room: StepRoom) -> list[HostBlock]:
+        """Return the blocks, now pinned, that go on at `start` and that the step has room to load."""
+        size = self._config.block_size
+        if start % size or not self.is_on or self.tiers.is_empty:
+            return []
+        lease, first = request.lease, start // size
+        end = self._num_loadable(lease)
+        costs = self._config.transfer_costs
+        most = room.loads_within(costs.host_fixed_s, costs.host_in_s_per_block)
+        found: list[HostBlock] = []
+        for place in range(first, min(end, first + most)):
+            block = self._find(lease, place)
+            if block is None:
+                break
+            self.tiers.pin(block)
+            found.append(block)
+        request.has_loaded |= bool(found)
+        if found:
+            room.take_loads(costs.host_fixed_s + len(found) * costs.host_in_s_per_block)
+        return found
+
+    def rows_of(self, request: Request, start: int, room: StepRoom, most: int | None) -> int:
+        """Return how many rows of a prompt from `start` on the step has room for, up to the next block to be loaded."""
+        num_rows = room.rows_of(start, request.num_tokens - start, most)
+        if not request.has_loaded:
+            return num_rows
+        size = self._config.block_size
+        end = min((start + num_rows) // size, self._num_loadable(request.lease))
+        for place in range(start // size + 1, end):
+            if self._find(request.lease, place) is not None:
+                return place * size - start
+        return num_rows
+
+    # Going down.
+
+    def save(self, request: Request) -> int:
+        """Store the full blocks of a request that is being preempted, where that beats computing them again.
+
+        Returns:
+            How many are below the pool now; 0 where they are given up.
+        """
+        lease, mode = request.lease, self._config.preemption
+        size, computed = self._config.block_size, lease.table.num_computed_tokens
+        num_full = computed // size
+        if not self.is_on or mode == "recompute" or not num_full:
+            return 0
+        own = [place for place in range(num_full) if self._kv.pool.blocks[lease.table.block_ids[place]].ref_count == 1]
+        self._name(lease, num_full)
+        missing = [place for place in own if not self._is_below(lease, place)]
+        if not own or (mode == "auto" and self._swap_s(computed, len(own), len(missing)) >= self._recompute_s(request)):
+            return 0
+        num_saved = len(own) - len(missing)
+        # Room may end before the blocks do, and what comes first is of use without the rest.
+        blocks = []
+        for place in missing:
+            block = self._store(lease, place, is_ahead=False)
+            if block is None:
+                break
+            blocks.append(block)
+        # Tails first, so that they are given up before what they hang on.
+        self._stores += reversed(blocks)
+        return num_saved + len(blocks)
+
+    def store_ahead(self, step_s: float) -> None:
+        """Copy down some blocks of idle leases beside a step that takes so long."""
+        if self._leases.dirty:
+            most_s = max(_MAX_CREDIT_S, self._config.transfer_costs.host_out_s_per_block)
+            self._credit_s = min(most_s, self._credit_s + BUSY_PART * step_s)
+            self._credit_s -= self._store_ahead(self._credit_s)
+
+    def store_idle(self) -> None:
+        """Copy down a slice of what idle leases hold, with nothing else to do."""
+        self._store_ahead(max(IDLE_SLICE_S, self._config.transfer_costs.host_out_s_per_block))
+
+    def forget(self, lease: Lease) -> None:
+        """Give up everything below the pool that a lease could be restored from."""
+        self._name(lease, len(lease.token_ids) // self._config.block_size)
+        for digest in lease.digests:
+            self.tiers.forget(digest)
+
+    def counts(self, lease: Lease) -> tuple[int, int]:
+        """Return the tokens of a lease beyond the pool's that the host has, and of the rest that the disk has."""
+        size = self._config.block_size
+        first = lease.table.num_computed_tokens // size
+        host = disk = 0
+        if self.tiers.is_empty:
+            return 0, 0
+        for place in range(first, len(lease.token_ids) // size):
+            names = [digest for _, digest in self._names(lease, place)]
+            if any(self.tiers.get(digest) is not None for digest in names):
+                host += size
+            elif any(self.tiers.is_on_disk(digest) for digest in names):
+                disk += size
+            else:
+                break
+        return host, disk
+
+    # Parts.
+
+    @property
+    def _is_full(self) -> bool:
+        """Nothing could be stored the last time, and nothing has changed since."""
+        return self._full_at == self._num_changes()
+
+    def _num_changes(self) -> tuple[int, int]:
+        return (self._kv.pool.num_evictions, self.tiers.num_offers)
+
+    def _clear(self) -> None:
+        self._stores.clear()
+        self._kv.pool.release(self._held)
+        self._held.clear()
+
+    def _num_loadable(self, lease: Lease) -> int:
+        """Full blocks, but never the one with the last token, whose logits are needed."""
+        return (len(lease.token_ids) - 1) // self._config.block_size
+
+    def _name(self, lease: Lease, num_blocks: int) -> None:
+        self._digester.extend(lease.chain, lease.token_ids, num_blocks)
+        for link in lease.chain[len(lease.digests) : num_blocks]:
+            lease.digests.append(self._digester.digest(lease.tenant, link))
+
+    def _names(self, lease: Lease, place: int) -> Iterable[tuple[str | None, bytes]]:
+        """Yield what a block may be called: as its tenant's own, then as a public one."""
+        self._name(lease, place + 1)
+        yield lease.tenant, lease.digests[place]
+        if lease.tenant is not None:
+            yield None, self._digester.digest(None, lease.chain[place])
+
+    def _find(self, lease: Lease, place: int) -> HostBlock | None:
+        for _, digest in self._names(lease, place):
+            block = self.tiers.get(digest)
+            if block is not None:
+                return block
+        return None
+
+    def _fetch(self, request: Request, place: int) -> bool:
+        """Ask the disk for a block, if that was not done before; return whether it is on its way."""
+        lease = request.lease
+        for tenant, digest in self._names(lease, place):
+            if self.tiers.is_coming(digest):
+                return True
+            # What was fetched for this request and is gone again would be gone the next time as well.
+            if place >= request.num_fetched_blocks and self.tiers.is_on_disk(digest):
+                origin = self._digester.origin(tenant, lease.chain, lease.token_ids, place)
+                if not self.tiers.fetch(digest, origin, tenant, lease.lease_id):
+                    return False
+                request.num_fetched_blocks = place + 1
+                request.has_loaded = True
+                return True
+        return False
+
+    def _is_below(self, lease: Lease, place: int) -> bool:
+        _, digest = self._name_in_pool(lease, place)
+        return self.tiers.is_below(digest)
+
+    def _name_in_pool(self, lease: Lease, place: int) -> tuple[str | None, bytes]:
+        """Return whose the block at a place of a lease's table is, and what it is called below the pool."""
+        self._name(lease, place + 1)
+        account = self._kv.pool.blocks[lease.table.block_ids[place]].account
+        assert account is not None, "a block in a table is charged to nobody"
+        if account.tenant == lease.tenant:
+            return lease.tenant, lease.digests[place]
+        return account.tenant, self._digester.digest(account.tenant, lease.chain[place])
+
+    def _store(self, lease: Lease, place: int, *, is_ahead: bool) -> tuple[BlockMove, HostBlock] | None:
+        tenant, digest = self._name_in_pool(lease, place)
+        block_id = lease.table.block_ids[place]
+        origin = self._digester.origin(tenant, lease.chain, lease.token_ids, place)
+        entry = self._kv.pool.blocks[block_id].entry
+        block = self.tiers.store(digest, origin, tenant, lease.lease_id, entry, is_ahead=is_ahead)
+        return None if block is None else (BlockMove(block_id, block.slot), block)
+
+    def _store_ahead(self, seconds: float) -> float:
+        """Copy down until the time is spent; return what was."""
+        per_block_s = self._config.transfer_costs.host_out_s_per_block
+        spent_s = 0.0
+        dirty = self._leases.dirty
+        if self._is_full:
+            return 0.0
+        while dirty and spent_s + per_block_s <= seconds and len(self._stores) < MAX_STORES:
+            lease = next(iter(dirty.values()))
+            num_full = lease.table.num_computed_tokens // self._config.block_size
+            if not 0 <= lease.next_dirty <= num_full:
+                lease.next_dirty = num_full
+            if lease.state is LeaseState.ACTIVE or not lease.next_dirty:
+                # One that is in use comes again when its turn ends.
+                if lease.state is not LeaseState.ACTIVE:
+                    lease.num_clean = num_full
+                lease.next_dirty = -1
+                del dirty[lease.lease_id]
+                continue
+            # From the tail, which is what the pool wants back first, and so what the tiers give up first.
+            place = lease.next_dirty - 1
+            spent_s += _VISIT_S
+            _, digest = self._name_in_pool(lease, place)
+            if self.tiers.is_below(digest):
+                self.tiers.touch(digest, lease.lease_id)
+            else:
+                store = self._store(lease, place, is_ahead=True)
+                if store is None:
+                    self._full_at = self._num_changes()
+                    break
+                self._stores.append(store)
+                self._hold(lease.table.block_ids[place])
+                spent_s += per_block_s
+            lease.next_dirty = place
+        return spent_s
+
+    def _hold(self, block_id: BlockId) -> None:
+        self._kv.pool.hold((block_id,))
+        self._held.append(block_id)
+
+    def _swap_s(self, computed: int, num_own: int, num_missing: int) -> float:
+        """Return what it takes to copy blocks down and up again, and to compute the tail that is no full block."""
+        costs = self._config.transfer_costs
+        tail = computed % self._config.block_size
+        seconds = costs.host_fixed_s + num_own * costs.host_in_s_per_block
+        if num_missing:
+            seconds += costs.host_fixed_s + num_missing * costs.host_out_s_per_block
+        return seconds + self._compute_s(computed - tail, tail)
+
+    def _recompute_s(self, request: Request) -> float:
+        """Return what it takes to compute again what a request alone holds: what others hold too stays."""
+        table = request.lease.table
+        blocks = self._kv.pool.blocks
+        num_kept = 0
+        for block_id in table.block_ids:
+            if blocks[block_id].ref_count == 1:
+                break
+            num_kept += 1
+        start = min(num_kept * self._config.block_size, table.num_computed_tokens)
+        return self._compute_s(start, table.num_computed_tokens - start)
+
+    def _compute_s(self, start: int, num_tokens: int) -> float:
+        """Return what rows take beside the rows of others; where a prompt takes steps of its own, those too."""
+        parameters = self._cost.parameters
+        rows_s = parameters.step_s(num_tokens, num_pairs(start, num_tokens)) - parameters.fixed_s
+        return rows_s + parameters.fixed_s * (num_tokens // self._config.max_num_batched_tokens)

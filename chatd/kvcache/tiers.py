@@ -1,0 +1,383 @@
+"""Which blocks are kept below the pool: the slots of the host's buffer, and a disk behind them.
+
+```
+           store, settle            write_out
+   free ──────────────────> ready ─────────────> ready, on disk too
+    ^ ^                      │ │                        │
+    │ └── store, cancel      │ └─ pin … unpin           │ evict
+    └──────── evict ─────────┘ <──── fetch, poll ── on disk only
+```
+A slot that is being filled is no hit: a stored block can be found when the plan that stored it is committed, a fetched
+one when the disk has said that it is whole. A slot that somebody reads is pinned and stays what it is. The index knows
+digests and slots, not bytes: those are moved by the runner and by the disk.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from chatd.kvcache.block import HostSlot
+from chatd.kvcache.block_file import Origin
+from chatd.kvcache.block_pool import BlockPool
+from chatd.kvcache.disk_tier import DiskResult
+from chatd.kvcache.prefix_index import PrefixEntry
+
+MAX_WRITES = 16
+"""Slots that wait to be written to the disk at a time: so many more cannot be given up."""
+
+MAX_READS = 64
+"""Slots that are being filled from the disk at a time."""
+
+
+_CHECK_UNITS = 2000
+
+
+class Disk(Protocol):
+    """What is needed of the disk; `DiskTier` says what each of these means."""
+
+    num_blocks: int
+    num_stored: int
+    num_loaded: int
+    num_refused: int
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that it holds."""
+        ...
+
+    def __contains__(self, digest: object) -> bool:
+        """Whether a `read` would be tried."""
+        ...
+
+    def write(self, digest: bytes, origin: Origin, slot: HostSlot) -> bool:
+        """Queue a slot to be written; False: not now, and no result."""
+        ...
+
+    def read(self, digest: bytes, origin: Origin, slot: HostSlot) -> bool:
+        """Queue a slot to be filled; False: not now, and no result."""
+        ...
+
+    def forget(self, digest: bytes) -> None:
+        """Serve a block no more."""
+        ...
+
+    def poll(self) -> list[DiskResult]:
+        """Return the results that there are."""
+        ...
+
+
+class HostBlock:
+    """One slot of the host's buffer in use.
+
+    Attributes:
+        digest: What it is found under.
+        origin: What it was computed from.
+        slot: Where it is.
+        tenant: Whose it is; None is "public".
+        entry: Of the same content in the pool, when it was last there.
+        is_ready: It can be found.
+        num_pins: Who reads the slot: plans in flight, and the disk.
+        is_dropped: It is forgotten; the slot is free as soon as nobody reads or fills it.
+        lease_ids: Leases that are told when it is gone.
+    """
+
+    __slots__ = ("digest", "entry", "is_dropped", "is_ready", "lease_ids", "num_pins", "origin", "slot", "tenant")
+
+    def __init__(self, digest: bytes, origin: Origin, slot: HostSlot, tenant: str | None, lease_id: int) -> None:
+        self.digest = digest
+        self.origin = origin
+        self.slot = slot
+        self.tenant = tenant
+        self.entry: PrefixEntry | None = None
+        self.is_ready = False
+        self.num_pins = 0
+        self.is_dropped = False
+        self.lease_ids: tuple[int, ...] = (lease_id,)
+
+    def __repr__(self) -> str:
+        return f"HostBlock({self.digest.hex()[:8]}, slot={self.slot}, ready={self.is_ready}, pins={self.num_pins})"
+
+
+class Tiers:
+    """The index of everything below the pool.
+
+    Args:
+        num_slots: Of the host's buffer; 0 is no tier at all.
+        pool: Returns the pool, whose accounts say what a tenant's share is.
+        disk: Behind the host.
+
+    Attributes:
+        disk: As given.
+        num_slots: As given.
+        num_stored: Blocks that came from the pool, since start.
+        num_loaded: Blocks that went to the pool, since start.
+        num_offers: How often a slot became free or a block could be given up; while it stands still, and nothing leaves
+            the pool, no more room can be had.
+        changed: Leases of which a block fell to the disk or away, since whoever reads this last cleared it.
+    """
+
+    def __init__(self, num_slots: int, pool: Callable[[], BlockPool], disk: Disk | None = None) -> None:
+        self.num_slots = num_slots
+        self.disk = disk
+        self.num_stored = self.num_loaded = self.num_offers = 0
+        self.changed: dict[int, None] = {}
+        self._pool = pool
+        self._free = [HostSlot(slot) for slot in reversed(range(num_slots))]
+        self._blocks: dict[bytes, HostBlock] = {}
+        # By tenant, what is ready and not pinned; the longest unused first.
+        self._queues: dict[str | None, OrderedDict[bytes, HostBlock]] = {}
+        self._unwritten: OrderedDict[bytes, HostBlock] = OrderedDict()
+        self._writing: dict[HostSlot, HostBlock] = {}
+        self._reading: dict[HostSlot, HostBlock] = {}
+        self._is_refused = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing can be found."""
+        return not self._blocks and (self.disk is None or not self.disk.num_used)
+
+    @property
+    def num_used(self) -> int:
+        """Slots of the host that are taken."""
+        return self.num_slots - len(self._free)
+
+    @property
+    def is_moving(self) -> bool:
+        """The disk writes or reads, or could write more."""
+        return bool(self._writing or self._reading or (self._unwritten and not self._is_refused))
+
+    def get(self, digest: bytes) -> HostBlock | None:
+        """Return a block that is ready in the host, or None."""
+        block = self._blocks.get(digest)
+        return block if block is not None and block.is_ready else None
+
+    def is_coming(self, digest: bytes) -> bool:
+        """Return whether the disk is filling a slot with this block."""
+        block = self._blocks.get(digest)
+        return block is not None and block.slot in self._reading
+
+    def is_on_disk(self, digest: bytes) -> bool:
+        """Return whether the disk would be asked for this block."""
+        return self.disk is not None and digest in self.disk
+
+    def is_below(self, digest: bytes) -> bool:
+        """Return whether a block is, or will be, in a tier below the pool."""
+        return digest in self._blocks or self.is_on_disk(digest)
+
+    def touch(self, digest: bytes, lease_id: int) -> None:
+        """Note that a lease has use for a block: it is given up after all that were noted before."""
+        block = self._blocks.get(digest)
+        if block is None:
+            return
+        if lease_id not in block.lease_ids:
+            block.lease_ids += (lease_id,)
+        queue = self._queues.get(block.tenant)
+        if queue is not None and digest in queue:
+            queue.move_to_end(digest)
+
+    # From the pool, and back.
+
+    def store(
+        self,
+        digest: bytes,
+        origin: Origin,
+        tenant: str | None,
+        lease_id: int,
+        entry: PrefixEntry | None,
+        *,
+        is_ahead: bool,
+    ) -> HostBlock | None:
+        """Take a slot for a block that is not below the pool yet; `settle` or `cancel` follows.
+
+        Args:
+            digest: Of the block.
+            origin: What it was computed from.
+            tenant: Whose it is.
+            lease_id: Who has use for it.
+            entry: Of the same content in the pool.
+            is_ahead: It is still in the pool, so nothing is given up for it that is nowhere else.
+
+        Returns:
+            None where there is no room for it.
+        """
+        assert digest not in self._blocks, "a block is stored twice"
+        slot = self._take_slot(is_ahead=is_ahead)
+        if slot is None:
+            return None
+        block = HostBlock(digest, origin, slot, tenant, lease_id)
+        block.entry = entry
+        self._blocks[digest] = block
+        return block
+
+    def settle(self, block: HostBlock) -> None:
+        """Let a stored block be found: its plan is committed."""
+        self.num_stored += 1
+        self._make_ready(block)
+        if self.disk is not None:
+            self._unwritten[block.digest] = block
+
+    def cancel(self, block: HostBlock) -> None:
+        """Undo `store`."""
+        del self._blocks[block.digest]
+        self._free.append(block.slot)
+
+    def pin(self, block: HostBlock) -> None:
+        """Keep a slot as it is while somebody reads it."""
+        block.num_pins += 1
+        if block.num_pins == 1:
+            self._dequeue(block)
+
+    def unpin(self, block: HostBlock) -> None:
+        """Drop a reader; the last one to go leaves the block as the one that was used last."""
+        assert block.num_pins > 0, f"{block} is not pinned"
+        block.num_pins -= 1
+        if block.num_pins:
+            return
+        if block.is_dropped:
+            self._free.append(block.slot)
+        else:
+            self._enqueue(block)
+
+    def forget(self, digest: bytes) -> None:
+        """Give a block up in every tier."""
+        self.drop(digest)
+        if self.disk is not None:
+            self.disk.forget(digest)
+
+    def drop(self, digest: bytes) -> None:
+        """Give a block up in the host."""
+        block = self._blocks.get(digest)
+        if block is None:
+            return
+        assert block.is_ready or block.slot in self._reading, f"{block} is being stored"
+        del self._blocks[digest]
+        self._unwritten.pop(digest, None)
+        self.num_offers += 1
+        self.changed.update(dict.fromkeys(block.lease_ids))
+        if block.num_pins or block.slot in self._reading:
+            block.is_dropped = True
+        else:
+            self._dequeue(block)
+            self._free.append(block.slot)
+
+    def clear(self) -> None:
+        """Forget everything in every tier; no plan is in flight."""
+        for digest in list(self._blocks):
+            self.forget(digest)
+
+    # To the disk, and back.
+
+    def fetch(self, digest: bytes, origin: Origin, tenant: str | None, lease_id: int) -> bool:
+        """Ask the disk for a block; False where it or the host has no room for another one now."""
+        if self.disk is None or len(self._reading) >= MAX_READS or digest in self._blocks:
+            return False
+        slot = self._take_slot(is_ahead=False)
+        if slot is None:
+            return False
+        if not self.disk.read(digest, origin, slot):
+            self._free.append(slot)
+            return False
+        self._blocks[digest] = self._reading[slot] = HostBlock(digest, origin, slot, tenant, lease_id)
+        return True
+
+    def write_out(self) -> None:
+        """Ask the disk to write what is in the host only, the longest there first."""
+        self._is_refused = False
+        while self._unwritten and len(self._writing) < MAX_WRITES:
+            digest, block = self._unwritten.popitem(last=False)
+            assert self.disk is not None, "a block waits for a disk that is not there"
+            if not self.disk.write(digest, block.origin, block.slot):
+                self._unwritten[digest] = block
+                self._unwritten.move_to_end(digest, last=False)
+                self._is_refused = True
+                return
+            self.pin(block)
+            self._writing[block.slot] = block
+
+    def poll(self) -> None:
+        """Take in what the disk has done. What it says is an input: nothing else tells how far it is."""
+        if self.disk is None:
+            return
+        for result in self.disk.poll():
+            written = self._writing.pop(result.slot, None)
+            if written is not None:
+                self.unpin(written)
+                continue
+            block = self._reading.pop(result.slot)
+            if block.is_dropped:
+                self._free.append(block.slot)
+            elif result.verb == "read":
+                self._make_ready(block)
+            else:
+                if result.why != "paused":
+                    self.disk.forget(block.digest)
+                del self._blocks[block.digest]
+                self._free.append(block.slot)
+                self.changed.update(dict.fromkeys(block.lease_ids))
+
+    def check(self) -> Iterator[int]:
+        """Check everything between two plans, yielding now and then how much was looked at.
+
+        Raises:
+            AssertionError: Names what is broken.
+        """
+        used: dict[HostSlot, HostBlock] = {}
+        leaving = [block for block in (*self._writing.values(), *self._reading.values()) if block.is_dropped]
+        for block in (*self._blocks.values(), *leaving):
+            assert block.slot not in used, f"{block} and {used[block.slot]} are in one slot"
+            used[block.slot] = block
+            assert block.num_pins == (block.slot in self._writing), f"{block} is pinned by nobody"
+            assert block.is_ready != (block.slot in self._reading), f"{block} is neither ready nor being filled"
+            queue = self._queues.get(block.tenant)
+            is_queued = queue is not None and queue.get(block.digest) is block
+            assert is_queued == (block.is_ready and not block.num_pins), f"{block} is in a queue, or in none"
+            assert block.is_dropped or self._blocks[block.digest] is block, f"{block} is under another name"
+            if len(used) % _CHECK_UNITS == 0:
+                yield _CHECK_UNITS
+        assert len(self._free) == len(set(self._free)), "a slot is free twice"
+        assert not used.keys() & set(self._free), "a slot is free and used"
+        assert len(used) + len(self._free) == self.num_slots, f"{len(used)} + {len(self._free)} slots are not all"
+        queued = sum(len(queue) for queue in self._queues.values())
+        assert queued == sum(block.is_ready and not block.num_pins for block in used.values()), "a queue has more"
+        for digest, block in self._unwritten.items():
+            assert self._blocks.get(digest) is block, f"{block} waits for the disk and is gone"
+        yield len(used)
+
+    # Parts.
+
+    def _make_ready(self, block: HostBlock) -> None:
+        block.is_ready = True
+        self._enqueue(block)
+
+    def _enqueue(self, block: HostBlock) -> None:
+        self.num_offers += 1
+        self._queues.setdefault(block.tenant, OrderedDict())[block.digest] = block
+
+    def _dequeue(self, block: HostBlock) -> None:
+        queue = self._queues[block.tenant]
+        del queue[block.digest]
+        if not queue:
+            del self._queues[block.tenant]
+
+    def _take_slot(self, *, is_ahead: bool) -> HostSlot | None:
+        """Return a free slot, if need be that of the longest unused block of the tenant most over its share."""
+        if not self._free:
+            if not self._queues:
+                return None
+            pool = self._pool()
+            tenant = max(self._queues, key=lambda tenant: len(self._queues[tenant]) / pool.account(tenant).weight)
+            oldest = next(iter(self._queues[tenant].values()))
+            if is_ahead and self._is_in_pool(oldest) and not self.is_on_disk(oldest.digest):
+                # The host reaches as far back as it needs to: what is longest unused here is not even gone there.
+                return None
+            self.drop(oldest.digest)
+        return self._free.pop()
+
+    def _is_in_pool(self, block: HostBlock) -> bool:
+        entry = block.entry
+        if entry is None:
+            return False
+        blocks = self._pool().blocks
+        return entry.block_id < len(blocks) and blocks[entry.block_id].entry is entry
