@@ -76,14 +76,19 @@ class Admission:
             most: Tokens that its class may take now; None is no limit.
 
         Returns:
-            None for "not now"; `request.why` says what is missing.
+            None for "not now"; `request.why` says what is missing. No rows where only the prompt is to be computed,
+            and all of it was found.
         """
         table = request.lease.table
         self._leases.set_state(request.lease, LeaseState.ACTIVE)
-        if request.num_remaining_tokens == 0:
+        if request.num_remaining_tokens == 0 and not request.compute_only:
             self._kv.trim(table, request.num_tokens - 1)  # The last token's logits are needed.
-        computed = self._kv.get_computed_blocks(table, request.lease.token_ids)
+        computed = self._kv.get_computed_blocks(table, request.lease.token_ids, last_too=request.compute_only)
         start = self._kv.num_tokens_with(table, computed)
+        if start == request.num_tokens:
+            if computed:
+                self._kv.allocate_slots(table, start, computed)
+            return Draft(request, Allocation(table, len(table.block_ids)), start, 0, is_decode=False)
         if self._moves.is_coming(request, start):
             self._leases.set_state(request.lease, LeaseState.QUEUED, is_offer=False)
             request.why = WaitReason.RESTORE

@@ -285,6 +285,7 @@ class EngineCore:
             keep_lease=message.keep_lease,
             stop_ids=stop_ids_of(message.params, self.config.eos_token_ids),
             arrival_s=now,
+            compute_only=message.compute_only,
         )
 
     def _finish(self, message: Finish, now: float) -> None:

@@ -38,7 +38,7 @@ class Draft:
         request: Whose.
         allocation: The slots that were taken for it.
         start: Its first row's position.
-        num_tokens: Tokens from there on that are computed when it is committed.
+        num_tokens: Tokens from there on that are computed when it is committed; 0 where all that it wants is found.
         is_decode: Whether it draws the next token of an answer with one row.
         loads: Blocks that are loaded from the host in place of computing these tokens; pinned until commit.
     """
@@ -69,7 +69,7 @@ def build_plan(step: int, drafts: Collection[Draft], block_size: int, stores: Se
             block_ids = request.lease.table.block_ids[draft.start // block_size :]
             loads += [BlockMove(i, block.slot) for i, block in zip(block_ids, draft.loads, strict=True)]
             continue
-        sample = request.sample_spec() if end == len(ids) else None
+        sample = request.sample_spec() if end == len(ids) and not request.compute_only else None
         chunks.append(
             Chunk(request.request_id, draft.start, ids[draft.start : end], request.lease.table.block_ids, sample)
         )

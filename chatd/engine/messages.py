@@ -84,7 +84,8 @@ class Submit(_Message, frozen=True):
         params: Resolved sampling parameters.
         request_class: Its place in the schedule.
         keep_lease: False releases the lease with the request (stateless requests that nobody will continue).
-        compute_only: Compute the prompt, draw nothing, and end as `computed`.
+        compute_only: Compute the prompt, its last token too, draw nothing, and end as `computed`; without a step where
+            all of it is computed already. It has to fit as any other: with one token of an answer after it.
         sample_of: Another sample of the prompt of that request, which was submitted before: where it has not ended, its
             blocks are shared as soon as the prompt is computed. Lease and ids are given as for any other request.
         beam: Search instead of drawing; the sequences come in one `Beams` before `Done`, the best stays in the lease.

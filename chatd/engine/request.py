@@ -58,6 +58,7 @@ class Request:
         params: Resolved sampling parameters.
         request_class: Its place in the schedule.
         keep_lease: Whether the lease outlives it.
+        compute_only: It ends when its prompt is computed, and draws nothing.
         stop_ids: Drawing one of these ends the answer.
         num_prompt_tokens: Ids before the answer.
         num_cached_tokens: Of those, found computed at the first admission.
@@ -79,6 +80,7 @@ class Request:
         "admission",
         "admitted_s",
         "arrival_s",
+        "compute_only",
         "first_token_s",
         "has_loaded",
         "is_preempted",
@@ -114,12 +116,14 @@ class Request:
         keep_lease: bool,
         stop_ids: frozenset[int],
         arrival_s: float,
+        compute_only: bool = False,
     ) -> None:
         self.request_id = request_id
         self.lease = lease
         self.params = params
         self.request_class = request_class
         self.keep_lease = keep_lease
+        self.compute_only = compute_only
         self.stop_ids = stop_ids
         self.arrival_s = arrival_s
         self.status = RequestStatus.WAITING

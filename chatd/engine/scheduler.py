@@ -181,8 +181,9 @@ class Scheduler:
             pairs += num_pairs(draft.start, num_tokens)
             ids = request.lease.token_ids
             end = draft.start + num_tokens
-            token_id = output.sampled.get(request.request_id) if end == len(ids) else None
-            if request.request_id in output.failed or (token_id is None and end == len(ids)):
+            draws = end == len(ids) and not request.compute_only
+            token_id = output.sampled.get(request.request_id) if draws else None
+            if request.request_id in output.failed or (token_id is None and draws):
                 self.kv.discard(draft.allocation)
                 self.kv.poison(request.lease.table)
                 self.moves.forget(request.lease)
@@ -198,6 +199,8 @@ class Scheduler:
                 reason = request.finish_reason(token_id, self.config.max_model_len)
                 if reason is not None:
                     ended.append((request, reason, ""))
+            elif end == len(ids):
+                ended.append((request, FinishReason.COMPUTED, ""))
         if deltas:
             self.outbox.append(Tokens(plan.step, deltas))
         for request, reason, message in ended:
@@ -287,7 +290,8 @@ class Scheduler:
                     room.take(draft.start, draft.num_rows)
                 order.serve(request, draft.num_rows)
             else:
-                if request.why is WaitReason.NO_BLOCKS and self.admission.is_under_block_share(request):
+                is_waiting = request.status is not RequestStatus.FINISHED
+                if is_waiting and request.why is WaitReason.NO_BLOCKS and self.admission.is_under_block_share(request):
                     order.close()
                 order.skip(request)
         for request in order.untried():
@@ -298,20 +302,25 @@ class Scheduler:
         admission = self.admission
         if admission.is_hopeless(request) or request.request_id in self._preempted_now:
             return False
-        if not admission.find_slot(request):
+        is_computed = request.compute_only and request.num_remaining_tokens == 0
+        if not is_computed and not admission.find_slot(request):
             return False
         draft = admission.take_first_chunk(request, room, most)
         if draft is None:
+            return False
+        if request.admitted_s < 0:
+            request.admitted_s = now
+            request.num_cached_tokens = draft.start
+            request.num_charged_tokens = draft.start
+        if not draft.num_tokens:
+            self._commit_prefill(draft, draft.start)
+            self._end(request, FinishReason.COMPUTED, now)
             return False
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
         self._num_admissions += 1
         request.admission = self._num_admissions
         self.running.append(request)
-        if request.admitted_s < 0:
-            request.admitted_s = now
-            request.num_cached_tokens = draft.start
-            request.num_charged_tokens = draft.start
         self._drafts[request.request_id] = draft
         self._note("admit", request, draft.start, draft.num_tokens)
         return True
@@ -339,7 +348,7 @@ class Scheduler:
             self.leases.free(request.lease)
             room = StepRoom(self.cost.parameters, self.config.max_num_batched_tokens, math.inf, least=1)
             request.retry_at = (-1, -1)
-            if not self._admit(request, room, None, now):
+            if not self._admit(request, room, None, now) and request.status is RequestStatus.WAITING:
                 if self.moves.is_waiting:
                     return
                 self._end(request, FinishReason.KV_EXHAUSTED, now)

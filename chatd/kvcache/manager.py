@@ -63,16 +63,16 @@ class KVCacheManager:
         """Blocks that hold so many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def get_computed_blocks(self, table: BlockTable, token_ids: array[int]) -> list[BlockId]:
+    def get_computed_blocks(self, table: BlockTable, token_ids: array[int], *, last_too: bool = False) -> list[BlockId]:
         """Find blocks of `token_ids` that go on where the table's full blocks end.
 
-        Whole blocks only and never the last token, whose logits are needed. Costs one look-up more than it finds:
-        nothing that the table holds is hashed again.
+        Whole blocks only and never the last token, whose logits are needed, but for `last_too`. Costs one look-up
+        more than it finds: nothing that the table holds is hashed again.
         """
         self.adopt(table)
         size = self.block_size
         first = table.num_computed_tokens // size
-        end = (len(token_ids) - 1) // size
+        end = (len(token_ids) - (not last_too)) // size
         found: list[BlockId] = []
         if first >= end:
             return found

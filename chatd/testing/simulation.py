@@ -124,7 +124,11 @@ class Simulation(Witness):
             min_tokens=rng.choice((0, 0, 1)),
         )
         keep_lease = rng.random() < 0.9
-        job = self.submit(session, base_len, new_ids, params, rng.choice(list(RequestClass)), keep_lease=keep_lease)
+        compute_only = rng.random() < 0.1
+        request_class = rng.choice(list(RequestClass))
+        job = self.submit(
+            session, base_len, new_ids, params, request_class, keep_lease=keep_lease, compute_only=compute_only
+        )
         room = self.shape.max_sessions - len(self.sessions)
         if session.job is job and room > 0 and rng.random() < 0.15:
             self.sample(job, rng.randint(1, min(3, room)), params)

@@ -199,6 +199,7 @@ class Witness:
         *,
         keep_lease: bool = True,
         sample_of: RequestId | None = None,
+        compute_only: bool = False,
     ) -> Job:
         """Start a turn of an idle session; what does not fit is shortened until it does.
 
@@ -209,6 +210,7 @@ class Witness:
             params: How tokens are drawn.
             request_class: Its place in the schedule.
             keep_lease: As in `Submit`.
+            compute_only: As in `Submit`.
             sample_of: A request whose prompt this may be another sample of. `sample` makes the sessions too.
         """
         if base_len + len(new_ids) + 1 > self.config.max_model_len:
@@ -225,6 +227,7 @@ class Witness:
             request_class,
             keep_lease,
             sample_of=sample_of,
+            compute_only=compute_only,
         )
         session.cut(base_len)
         session.extend(new_ids)
@@ -366,9 +369,11 @@ class Witness:
         ids = [chunk.request_id for chunk in plan.chunks]
         assert len(set(ids)) == len(ids), "a request has two chunks in one step"
         for chunk in plan.chunks:
-            assert (chunk.sample is not None) == (
-                chunk.start + chunk.num_tokens == len(self.jobs[chunk.request_id].session.token_ids)
-            ), f"request {chunk.request_id} samples in the middle of its prompt, or not at its end"
+            job = self.jobs[chunk.request_id]
+            is_end = chunk.start + chunk.num_tokens == len(job.session.token_ids)
+            assert (chunk.sample is not None) == (is_end and not job.submit.compute_only), (
+                f"request {chunk.request_id} samples in the middle of its prompt, or not at its end"
+            )
         if self.runner.raise_next and len(ids) == 1:
             # A retry that fails as well is a failure of whoever is in it.
             self.jobs[ids[0]].may_fail = True
@@ -416,9 +421,9 @@ class Witness:
                 job = self.jobs[message.request]
                 assert not job.is_started, f"request {message.request} started twice"
                 job.is_started = True
-                assert 0 <= message.num_cached_tokens < message.num_prompt_tokens == job.num_prompt, (
-                    "I8: all was cached"
-                )
+                assert message.num_prompt_tokens == job.num_prompt, f"request {message.request} has another prompt"
+                most = job.num_prompt - (not job.submit.compute_only)
+                assert 0 <= message.num_cached_tokens <= most, "I8: all was cached"
                 self.counts["prompt_tokens"] += message.num_prompt_tokens
                 self.counts["cached_tokens"] += message.num_cached_tokens
             elif isinstance(message, Done):
@@ -490,6 +495,11 @@ class Witness:
                 assert len(answer) == params.max_tokens, f"request {done.request} has {len(answer)} tokens"
             case FinishReason.CONTEXT:
                 assert len(ids) == self.config.max_model_len, f"request {done.request} ended at {len(ids)}"
+            case FinishReason.COMPUTED:
+                assert job.submit.compute_only and not answer, f"request {done.request} only computed its prompt"  # noqa: PT018
+                length = len(ids) if job.trim_to is None else min(len(ids), job.trim_to)
+                held = -(-length // self.shape.block_size) if job.submit.keep_lease else 0
+                assert done.num_blocks == held, f"request {done.request} left {done.num_blocks} blocks of {held}"
             case FinishReason.FAILED:
                 assert job.may_fail, f"request {done.request} failed with nothing wrong: {done.error_message}"
             case FinishReason.KV_EXHAUSTED:
