@@ -43,6 +43,7 @@ from chatd.protocol import (
     SessionClosed,
     SessionCreate,
     SessionCreated,
+    SessionFork,
     SessionGet,
     SessionGot,
     SessionInfo,
@@ -96,11 +97,24 @@ class Client(Connection):
             title=title,
             metadata=metadata or {},
         )
+        return await self._created(command)
+
+    async def fork_session(self, session: str, *, at: str | None = None, title: str | None = None) -> Session:
+        """Open a session with the messages of another one, up to the message `at`, and attach to it as a writer.
+
+        `Session.created` says what KV the two share.
+        """
+        return await self._created(SessionFork(id=new_id(), session=session, at=at, title=title))
+
+    async def _created(self, command: SessionCreate | SessionFork) -> Session:
+        """Send what makes a session, and return that."""
         created, num_sends = await self._ask(command, SessionCreated)
         if num_sends > 1:
             # Another connection may have made it, and then this one is not attached.
             await self.attach(created.session.id, history="none")
-        return self._sessions[created.session.id]
+        session = self._sessions[created.session.id]
+        session.created = created
+        return session
 
     async def attach(self, session: str, *, role: AttachRole = "writer", history: HistoryScope = "full") -> Session:
         """Attach to a session that exists; its messages are then in `Session.snapshot`."""

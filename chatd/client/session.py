@@ -12,10 +12,13 @@ from chatd.client.queue import EventQueue
 from chatd.errors import ChatdError, EngineError, Unavailable
 from chatd.protocol import (
     AttachRole,
+    BranchSelect,
+    BranchSelected,
     Event,
     HistoryScope,
     Item,
     ItemAdded,
+    MessageEdit,
     OutputTextDelta,
     Params,
     ResponseCancel,
@@ -23,8 +26,10 @@ from chatd.protocol import (
     ResponseCreated,
     ResponseFailed,
     ResponseIncomplete,
+    ResponseRegenerate,
     SessionAttach,
     SessionAttached,
+    SessionCreated,
     SessionDetach,
     SessionDetached,
     SessionInfo,
@@ -55,6 +60,7 @@ class Session:
         info: As the daemon last described it; None before the first description.
         seq: The last event of the transcript that arrived.
         snapshot: Of the last attachment that came with one.
+        created: The daemon's answer where this client made the session; of a fork it says what is shared.
     """
 
     def __init__(self, connection: Connection, ident: str) -> None:
@@ -62,6 +68,7 @@ class Session:
         self.info: SessionInfo | None = None
         self.seq = 0
         self.snapshot: Snapshot | None = None
+        self.created: SessionCreated | None = None
         self._connection = connection
         self._boot = ""
         self._role: AttachRole = "writer"
@@ -73,7 +80,29 @@ class Session:
 
     def say(self, content: str, *, params: Params | None = None) -> Turn:
         """Say something; iterate the turn for its events. It is sent when the iteration begins."""
-        return Turn(self._connection, self, content, params)
+        return Turn(self._connection, self, UserMessage(id=new_id(), session=self.id, content=content, params=params))
+
+    def edit(self, item: str, content: str, *, params: Params | None = None) -> Turn:
+        """Say something else in the place of a message of the user's; iterate the turn for the answer to it."""
+        command = MessageEdit(id=new_id(), session=self.id, item=item, content=content, params=params)
+        return Turn(self._connection, self, command)
+
+    def regenerate(self, item: str | None = None, *, params: Params | None = None) -> Turn:
+        """Have another answer beside `item`, else beside the last one; iterate the turn for it."""
+        command = ResponseRegenerate(id=new_id(), session=self.id, item=item, params=params)
+        return Turn(self._connection, self, command)
+
+    async def rewrite(self, item: str, content: str) -> Item:
+        """Put another text beside any message, without an answer, and return it."""
+        command = MessageEdit(id=new_id(), session=self.id, item=item, content=content, respond=False)
+        added, _ = await self._connection._ask(command, ItemAdded, session=self.id)
+        return added.item
+
+    async def select_branch(self, leaf: str) -> BranchSelected:
+        """Make the conversation the path to a message; return where that parts from what was shown, and its items."""
+        command = BranchSelect(id=new_id(), session=self.id, leaf=leaf)
+        selected, _ = await self._connection._ask(command, BranchSelected, session=self.id)
+        return selected
 
     async def stream(self, content: str, *, params: Params | None = None) -> AsyncIterator[str]:
         """Say something and yield the answer's text as it comes.
@@ -171,20 +200,22 @@ class Session:
 
 
 class Turn:
-    """One user message and the answer to it; `async for` yields the session's events until the answer ends.
+    """One message and the answer to it; `async for` yields the session's events until the answer ends.
 
     Attributes:
-        message: The user's message, once the daemon has it.
+        message: The user's message, once the daemon has it; None where an answer is regenerated.
         item: The finished answer.
         usage: Tokens of the answer.
         timings: Where its time went.
         reason: Why it ended.
     """
 
-    def __init__(self, connection: Connection, session: Session, content: str, params: Params | None) -> None:
+    def __init__(
+        self, connection: Connection, session: Session, command: UserMessage | MessageEdit | ResponseRegenerate
+    ) -> None:
         self._connection = connection
         self._session = session
-        self._command = UserMessage(id=new_id(), session=session.id, content=content, params=params)
+        self._command = command
         self._parts: list[str] = []
         self._answer_id: str | None = None
         self.message: Item | None = None
@@ -204,15 +235,25 @@ class Turn:
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         with self._session._listen() as queue:
-            added, _ = await self._connection._ask(self._command, ItemAdded, session=self._session.id)
-            self.message = added.item
+            first_seq = await self._begin()
             while self.reason is None:
                 event = await queue.get()
                 if isinstance(event, SessionAttached):
                     for repaired in self._after_snapshot(event):
                         yield repaired
-                elif self._concerns(event, added.seq):
+                elif self._concerns(event, first_seq):
                     yield event
+
+    async def _begin(self) -> int:
+        """Send the command; return the `seq` from which on events may be about this turn."""
+        ask, session = self._connection._ask, self._session.id
+        if isinstance(self._command, ResponseRegenerate):
+            created, _ = await ask(self._command, ResponseCreated, session=session)
+            self._answer_id = created.item.id
+            return created.seq
+        added, _ = await ask(self._command, ItemAdded, session=session)
+        self.message = added.item
+        return added.seq
 
     def _concerns(self, event: Event, first_seq: int) -> bool:
         """Note what a live event says about this turn; False for a transcript event of another."""
@@ -223,6 +264,8 @@ class Turn:
         match event:
             case ResponseCreated(item=item) if self.message and item.parent in (self.message.id, None):
                 self._answer_id = self._answer_id or item.id
+            case ResponseCreated(item=item) if item.id == self._answer_id:
+                pass
             case OutputTextDelta(item_id=item_id, delta=delta) if item_id == self._answer_id:
                 self._parts.append(delta)
             case ResponseCompleted(item=item) | ResponseIncomplete(item=item) if item.id == self._answer_id:
@@ -241,12 +284,12 @@ class Turn:
     def _after_snapshot(self, event: SessionAttached) -> Iterator[Event]:
         """Turn a snapshot into the events that this turn missed, or pass it on where it replaces what was said."""
         snapshot = event.snapshot
-        if snapshot is None or self.message is None:
+        if snapshot is None or (self.message is None and self._answer_id is None):
             return
         answer = next(
             (item for item in snapshot.items if item.id == self._answer_id)
             if self._answer_id
-            else (item for item in snapshot.items if item.role == "assistant" and item.parent == self.message.id),
+            else (item for item in snapshot.items if item.role == "assistant" and self._follows(item)),
             None,
         )
         if answer is None:
@@ -272,6 +315,9 @@ class Turn:
         if answer.status == "in_progress":
             return
         yield self._ended(event, snapshot, answer)
+
+    def _follows(self, item: Item) -> bool:
+        return self.message is not None and item.parent == self.message.id
 
     def _ended(self, event: SessionAttached, snapshot: Snapshot, answer: Item) -> Event:
         usage = answer.usage or Usage.of(0, 0, 0)

@@ -429,3 +429,52 @@ async def test_every_size_draws_and_pages_open(
         await pilot.resize_terminal(size[0] + 13, size[1] + 3)
         await pilot.press("escape", "f1", "x", "f3", "escape")
         assert app.is_running
+
+
+async def test_another_branch_is_drawn_from_where_it_parts(
+    daemon: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    app = make_app(daemon)
+    async with app.run_test(size=SIZE) as pilot:
+        await wait_until(connected(app))
+        await say(pilot, "first")
+        await wait_until(lambda: bool(answers(app)) and status(app).kind == "idle")
+        await say(pilot, "second")
+        await wait_until(lambda: len(answers(app)) == 2 and status(app).kind == "idle")
+        session = next(iter(daemon.sessions.values()))
+        first, answer, second, last = session.items
+
+        def news(event: p.Event) -> None:
+            app.post_message(SessionNews(session.id, event))
+
+        def shown() -> list[str]:
+            return [child.item_id for child in app.chat.query_one(Transcript).children if hasattr(child, "item_id")]
+
+        # Somebody edits the second message: what followed its parent gives way.
+        edited = p.Item(id="e", role="user", content="edited", status="completed", parent=answer.id)
+        news(p.ItemAdded(session=session.id, seq=90, ts=0, item=edited))
+        await wait_until(lambda: shown() == [first.id, answer.id, "e"])
+        begun = p.Item(id="a", role="assistant", content="", status="in_progress", parent="e")
+        news(p.ResponseCreated(session=session.id, seq=91, ts=0, response="r", item=begun))
+        await wait_until(lambda: shown()[-1] == "a")
+        # The turn fails, and the branch before it is back.
+        error = p.ErrorBody(type="server_error", code="engine_error", message="no")
+        news(
+            p.ResponseFailed(session=session.id, seq=92, ts=0, response="r", item_id="a", error=error, parent=answer.id)
+        )
+        news(p.BranchSelected(session=session.id, seq=93, ts=0, leaf=last.id, parent=answer.id, items=[second, last]))
+        await wait_until(lambda: shown() == [first.id, answer.id, second.id, last.id])
+        # An answer is regenerated: only it gives way, and its message is not lost when that fails.
+        begun = p.Item(id="b", role="assistant", content="", status="in_progress", parent=second.id)
+        news(p.ResponseCreated(session=session.id, seq=94, ts=0, response="r", item=begun))
+        await wait_until(lambda: shown() == [first.id, answer.id, second.id, "b"])
+        app.chat.composer.clear()
+        news(
+            p.ResponseFailed(session=session.id, seq=95, ts=0, response="r", item_id="b", error=error, parent=second.id)
+        )
+        await wait_until(lambda: status(app).kind == "error")
+        assert not app.chat.query("UserMessage.-lost")
+        assert app.chat.composer.text == ""
+        # From the start.
+        news(p.BranchSelected(session=session.id, seq=96, ts=0, leaf="e", items=[edited]))
+        await wait_until(lambda: shown() == ["e"])

@@ -15,6 +15,7 @@ from chatd.client import ConnectionPhase, ConnectionState
 from chatd.config import state_dir
 from chatd.errors import AuthenticationError, ChatdError
 from chatd.protocol import (
+    BranchSelected,
     Error,
     Event,
     Hello,
@@ -47,7 +48,7 @@ from chatd_tui.screens.pool import PoolScreen
 from chatd_tui.theme import CHATD
 from chatd_tui.views import WAIT_REASONS, ItemView, MeterView, SessionRow, short_number
 from chatd_tui.widgets.status import StatusView, TitleView
-from chatd_tui.widgets.transcript import UserMessage
+from chatd_tui.widgets.transcript import SYSTEM_ID, UserMessage
 from chatd_tui.widgets.welcome import WelcomeView
 
 QUIT_WINDOW_S = 2.0
@@ -155,7 +156,7 @@ class ChatApp(App[None]):
     async def _show_items(self, snapshot: Snapshot) -> None:
         items = [ItemView.of(item) for item in snapshot.items]
         if snapshot.session.system and not any(item.role == "system" for item in items):
-            items.insert(0, ItemView("system", "system", clean(snapshot.session.system)))
+            items.insert(0, ItemView(SYSTEM_ID, "system", clean(snapshot.session.system)))
         answers = [item.text for item in items if item.role == "assistant" and item.done]
         self._last_answer = answers[-1] if answers else ""
         await self.chat.transcript.show(items)
@@ -174,11 +175,15 @@ class ChatApp(App[None]):
                 if self._status() != ANSWERING:
                     self._set_status(ANSWERING)
             case ItemAdded():
-                await transcript.add(ItemView.of(event.item))
+                await transcript.branch(event.item.parent, [ItemView.of(event.item)])
+            case BranchSelected():
+                items = [ItemView.of(item) for item in event.items]
+                self._last_answer = next((item.text for item in reversed(items) if item.role == "assistant"), "")
+                await transcript.branch(event.parent, items)
             case ResponseCreated():
                 self._busy = True
                 self._rate = Rate()
-                await transcript.add(ItemView.of(event.item))
+                await transcript.branch(event.item.parent, [ItemView.of(event.item)])
                 if self._status().kind != "busy":
                     self._set_status(StatusView("busy", "thinking", "Esc stops it"))
             case ResponseCompleted() | ResponseIncomplete():
@@ -222,7 +227,7 @@ class ChatApp(App[None]):
         note = clean_line(event.error.message, 300)
         transcript.finish(ItemView(event.item_id, "assistant", text, True, f"failed: {note}", True))
         said = list(transcript.query(UserMessage))
-        if said:
+        if said and said[-1].item_id != event.parent:
             # The daemon rolled the turn back, so what was said is not in the conversation.
             said[-1].add_class("-lost")
             self.chat.composer.take_back(said[-1].text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from textual.app import ComposeResult
 from textual.containers import Vertical
@@ -57,6 +58,11 @@ class AnswerMessage(Vertical):
     def text(self) -> str:
         """The answer so far."""
         return self._text
+
+    @property
+    def view(self) -> ItemView:
+        """What it draws, with the text so far."""
+        return self._view if self._view.done else replace(self._view, text=self._text)
 
     @property
     def drawn(self) -> str:

@@ -18,6 +18,8 @@ from chatd_tui.widgets.welcome import Welcome, WelcomeView
 
 # A long history is drawn from its end; each message is a document of widgets.
 SHOWN_ITEMS = 30
+SYSTEM_ID = "system"
+"""Of the view that stands for the system prompt."""
 
 
 class UserMessage(Static):
@@ -33,6 +35,7 @@ class UserMessage(Static):
 
     def __init__(self, view: ItemView) -> None:
         super().__init__(Content(view.text), markup=False)
+        self.view = view
         self.item_id = view.id
         self.text = view.text
         self.set_class(view.role == "system", "-system")
@@ -100,6 +103,26 @@ class Transcript(VerticalScroll):
         await self.mount(self._widget(item))
         if item.role == "user":
             self.anchor()
+
+    async def branch(self, parent: str | None, items: Sequence[ItemView]) -> None:
+        """Draw these messages instead of what follows `parent`; nothing changes where they only go on from the end."""
+        shown = [
+            *self._earlier,
+            *(child.view for child in self.children if isinstance(child, UserMessage | AnswerMessage)),
+        ]
+        kept = shown
+        if parent is None:
+            # The system prompt is no message of the tree.
+            kept = [view for view in shown[:1] if view.id == SYSTEM_ID]
+        else:
+            places = [place for place, view in enumerate(shown) if view.id == parent]
+            if places:
+                kept = shown[: places[0] + 1]
+        if len(kept) < len(shown) or len(items) > 1:
+            await self.show([*kept, *items])
+        else:
+            for item in items:
+                await self.add(item)
 
     def extend(self, item_id: str, text: str) -> None:
         """Add text to the answer in progress."""
