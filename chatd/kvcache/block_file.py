@@ -34,7 +34,7 @@ HEADER_BYTES = 4096
 _MAGIC = b"chatdkv\x01"
 _LENGTHS = struct.Struct("<8sIIIIQ")
 _CHECKSUM = slice(_LENGTHS.size, _LENGTHS.size + 16)
-_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
 

@@ -102,6 +102,7 @@ class DiskTier:
         assert not self._memory.readonly, "the buffer cannot be written"
         assert len(self._memory) % block_bytes == 0, "the buffer is no whole number of blocks"
         self._block_bytes = block_bytes
+        self._num_slots = len(self._memory) // block_bytes
         self._max_queued = max_queued
         self._of_writes, self._of_reads = IoHealth("writes", clock), IoHealth("reads", clock)
         self._directory = BlockDirectory(root)
@@ -120,6 +121,7 @@ class DiskTier:
         self._writing: _Job | None = None
         self._reading: _Job | None = None
         self._is_writer_busy = True
+        self._is_scanned = False  # only the writer knows
         self._results: deque[DiskResult] = deque()
         self._closes_at: float | None = None
 
@@ -211,13 +213,13 @@ class DiskTier:
 
         Idempotent. A thread that the system keeps longer is left behind, with the directory still taken.
         """
+        ends_at = time.monotonic() + timeout_s
         with self._lock:
-            if self._closes_at is None:
-                self._closes_at = time.monotonic() + timeout_s
+            self._closes_at = ends_at
             self._for_writer.notify()
             self._for_reader.notify()
         for thread in self._threads:
-            thread.join(max(0.0, self._closes_at - time.monotonic()))
+            thread.join(max(0.0, ends_at - time.monotonic()))
         with self._lock:
             self._fail_queued()
         if self._threads and not any(thread.is_alive() for thread in self._threads):
@@ -228,7 +230,10 @@ class DiskTier:
     # The writer.
 
     def _run_writer(self) -> None:
-        self._scan()
+        try:
+            self._scan()
+        except OSError as error:
+            self._of_writes.note(error)
         while True:
             with self._lock:
                 self._is_writer_busy = False
@@ -249,11 +254,9 @@ class DiskTier:
                     self._results.append(result)
 
     def _scan(self) -> None:
-        try:
-            found = self._directory.scan(file_bytes(self._block_bytes))
-        except OSError as error:
-            self._of_writes.note(error)
-            return
+        """Take in what is there; until that has worked nothing is written, since nobody knows how much room is left."""
+        found = self._directory.scan(file_bytes(self._block_bytes))
+        self._is_scanned = True
         with self._lock:
             self._stored.update(dict.fromkeys(found))
             while len(self._stored) > self.num_blocks:
@@ -294,6 +297,8 @@ class DiskTier:
                 return "forgotten"
             if job.digest in self._stored:
                 return ""
+        if not self._is_scanned:
+            self._scan()
         if not self._make_room():
             return "no room"
         write_block(self._directory.writing, job.origin, self._slot(job.slot))
@@ -339,7 +344,7 @@ class DiskTier:
                 job = self._reading = self._reads.popleft()
             why = self._read(job)
             with self._lock:
-                why = why or ("forgotten" if job.is_forgotten else "")
+                why = "forgotten" if job.is_forgotten else why
                 self.num_loaded += not why
                 self._results.append(DiskResult("failed" if why else "read", job.digest, job.slot, why))
 
@@ -372,8 +377,7 @@ class DiskTier:
 
     def _check_slot(self, slot: HostSlot) -> None:
         """Refuse a slot that is not in the buffer; needs no lock."""
-        num_slots = len(self._memory) // self._block_bytes
-        assert 0 <= slot < num_slots, f"slot {slot} is not in the buffer of {num_slots}"
+        assert 0 <= slot < self._num_slots, f"slot {slot} is not in the buffer of {self._num_slots}"
 
     def _slot(self, slot: HostSlot) -> memoryview:
         """Return the bytes of a slot; needs no lock."""
