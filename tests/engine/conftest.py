@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from chatd.engine.core import EngineConfig, EngineCore
+from chatd.engine.host_buffer import HostBuffer
 from chatd.engine.messages import Done, Submit, Tokens
 from chatd.engine.model_runner import ModelRunner
 from chatd.engine.options import EngineOptions
@@ -103,6 +104,7 @@ class RealEngine:
     model: LoadedModel
     config: dict = field(default_factory=dict)
     wrap: object = None
+    disk: object = None
     ids: dict = field(default_factory=dict)
     logprobs: dict = field(default_factory=dict)
     done: dict = field(default_factory=dict)
@@ -111,10 +113,14 @@ class RealEngine:
     def __post_init__(self):
         pool = self.model.pool
         values = {"num_blocks": pool.num_blocks, "namespace": NAMESPACE, "max_model_len": pool.max_model_len}
-        self.runner = ModelRunner(self.model.decoder)
+        layout = self.model.decoder.kv_cache.layout
+        num_slots = self.config.get("host_slots", 0)
+        self.host = HostBuffer(num_slots, layout) if num_slots else None
+        self.runner = ModelRunner(self.model.decoder, self.host)
         self.clock = FakeClock()
         runner = self.runner if self.wrap is None else self.wrap(self.runner)
-        self.core = EngineCore(EngineConfig(**(values | self.config)), runner, self.clock)
+        disk = None if self.disk is None else self.disk(self.host, layout)
+        self.core = EngineCore(EngineConfig(**(values | self.config)), runner, self.clock, disk=disk)
 
     def submit(self, request, new_ids, *, lease=None, base_len=0, tenant="acme", **params):
         sampling = SamplingParams(**({"max_tokens": 12, "logprobs": 0} | params))
@@ -134,6 +140,16 @@ class RealEngine:
             assert max_steps, "the engine does not come to an end"
             self.step()
         self.core.check_invariants()
+        return self
+
+    def settle(self, max_slices=100_000):
+        """Let the engine do all that it does when idle; a disk is given the time that it takes."""
+        while not self.core.is_checked:
+            max_slices -= 1
+            assert max_slices, "an idle engine does not come to rest"
+            if self.disk is not None:
+                self.core.tiers.disk.settle(10.0)
+            self._keep(self.core.idle(self.clock.now))
         return self
 
     def _keep(self, said):

@@ -246,3 +246,48 @@ def test_a_hopeless_need_shrinks_nobody():
     first, second = t.idle(1, 16), t.idle(2, 16)
     assert t.allocate(13 * SIZE) is None
     assert computed(first, second) == [16, 16]
+
+
+def test_of_one_tenant_what_is_kept_below_goes_before_what_has_been_idle_longer():
+    t = Leases(8)
+    t.table.is_below = lambda lease, place: lease is second
+    first, second = t.idle(1, 16), t.idle(2, 16)
+    for lease in (first, second):
+        lease.num_clean = 4
+    assert t.allocate(3 * SIZE) is not None
+    assert computed(first, second) == [16, 4]
+    assert t.allocate(2 * SIZE) is not None
+    assert computed(first, second) == [12, 0]
+
+
+def test_what_was_not_copied_down_is_not_asked_for():
+    t = Leases(4)
+    asked = []
+    t.table.is_below = lambda lease, place: asked.append(place) or True
+    lease = t.idle(1, 16)
+    lease.next_dirty = 3
+    assert t.allocate(2 * SIZE) is not None
+    assert asked == [3]
+
+
+def test_a_lease_is_dirty_from_the_end_of_its_turn_until_it_shrinks_to_what_was_copied():
+    t = Leases(8)
+    t.table.is_below = lambda lease, place: False
+    lease = t.idle(1, 16)
+    assert list(t.table.dirty) == [1]
+    t.table.dirty.clear()
+    lease.num_clean = 4
+    t.table.set_attached(1, True)
+    assert not t.table.dirty
+    assert t.allocate(6 * SIZE) is not None
+    assert lease.num_clean == 2
+
+
+def test_digests_are_cut_with_the_ids_and_shared_by_forks():
+    t = Leases(8)
+    lease = t.idle(1, 16)
+    lease.chain, lease.digests = [b"a", b"b", b"c", b"d"], [b"w", b"x", b"y", b"z"]
+    fork = t.table.fork(lease, 2, 11)
+    assert (fork.chain, fork.digests) == ([b"a", b"b"], [b"w", b"x"])
+    t.table.trim(lease, 13)
+    assert (lease.chain, lease.digests) == ([b"a", b"b", b"c"], [b"w", b"x", b"y"])
