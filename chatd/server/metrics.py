@@ -6,13 +6,14 @@ Counters of tokens come from the engine where it serves, so they include what no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from chatd.engine.messages import TierPool
 from chatd.protocol import Timings, Usage
 
 if TYPE_CHECKING:
@@ -181,6 +182,7 @@ class _Scrape(Collector):
             blocks.add_metric((state,), number)
         yield blocks
         yield _counter("chatd_kv_cache_evictions", "Cached blocks taken for something else.", frame.num_evictions)
+        yield from _tiers(frame.tiers)
         gauges = (
             GaugeMetricFamily("chatd_num_requests_running", "Requests in the batch.", labels=("tenant",)),
             GaugeMetricFamily("chatd_num_requests_waiting", "Requests that wait.", labels=("tenant",)),
@@ -224,11 +226,28 @@ class _Scrape(Collector):
         stats = daemon.sessions.engine_stats if daemon.sessions is not None else None
         if stats is not None:
             yield _counter("chatd_num_preemptions", "Requests that lost their blocks.", stats.num_preemptions)
+            yield _counter("chatd_num_swapped", "Of those, the ones whose blocks were saved.", stats.num_swapped)
             yield _counter("chatd_engine_steps", "Steps committed.", stats.steps)
             yield _counter("chatd_engine_step_seconds", "Seconds in steps.", stats.step_s)
             yield _counter("chatd_engine_model_seconds", "Of those, in the model.", stats.model_s)
             yield _counter("chatd_engine_failed_steps", "Steps that were discarded.", stats.num_failed_steps)
             yield _counter("chatd_engine_integrity_errors", "Invariants found broken.", stats.integrity_errors)
+
+
+def _tiers(rows: Sequence[TierPool]) -> Iterator[Metric]:
+    """Tell of each tier below the pool."""
+    used = GaugeMetricFamily("chatd_kv_tier_blocks", "Blocks kept below the pool.", labels=("tier",))
+    counters = (
+        CounterMetricFamily("chatd_kv_tier_stored", "Blocks written to a tier below the pool.", labels=("tier",)),
+        CounterMetricFamily("chatd_kv_tier_loaded", "Blocks read from it.", labels=("tier",)),
+        CounterMetricFamily("chatd_kv_tier_refused", "Blocks found damaged when read.", labels=("tier",)),
+    )
+    for row in rows:
+        used.add_metric((row.tier,), row.num_used)
+        for family, value in zip(counters, (row.num_stored, row.num_loaded, row.num_refused), strict=True):
+            family.add_metric((row.tier,), value)
+    yield used
+    yield from counters
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -3,7 +3,7 @@
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from chatd.engine.messages import EngineStats, PoolFrame, TenantPool
+from chatd.engine.messages import EngineStats, PoolFrame, TenantPool, Tier, TierPool
 from chatd.protocol import Timings, Usage
 from chatd.sessions.conversation import Owner
 
@@ -50,7 +50,8 @@ async def test_the_names_are_vllms(start) -> None:
             body = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}
             assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
         rows = [TenantPool("acme", 3, 1, 1, 2, 100, 60, 9), TenantPool("made-up", 1, 0, 0, 0, 10, 5, 1)]
-        running.engine.say(PoolFrame(7, 10, 5, 1, 4, 0, 11, 1.0, 1, 2, rows), EngineStats(100, 5.0, 4.5, 3, 0, 0))
+        frame = PoolFrame(7, 10, 5, 1, 4, 0, 11, 1.0, 1, 2, rows, tiers=[TierPool(Tier.DISK, 100, 12, 20, 5, 1)])
+        running.engine.say(frame, EngineStats(100, 5.0, 4.5, 3, 0, 0, 2))
         running.manager.on_engine_messages([])
         samples = await scrape(running)
         names = {name for name, _ in samples}
@@ -64,7 +65,13 @@ async def test_the_names_are_vllms(start) -> None:
         assert samples["chatd_prefix_cache_hits_total", acme] == 60
         assert samples["chatd_generation_tokens_total", other] == 1
         assert samples["chatd_num_preemptions_total", ()] == 3
+        assert samples["chatd_num_swapped_total", ()] == 2
         assert samples["chatd_kv_cache_evictions_total", ()] == 11
+        disk = (("tier", "disk"),)
+        assert samples["chatd_kv_tier_blocks", disk] == 12
+        assert samples["chatd_kv_tier_stored_total", disk] == 20
+        assert samples["chatd_kv_tier_loaded_total", disk] == 5
+        assert samples["chatd_kv_tier_refused_total", disk] == 1
         assert samples["chatd_request_success_total", (("finished_reason", "stop"), ("tenant", "acme"))] == 1
         assert samples["chatd_time_to_first_token_seconds_count", acme] == 1
         assert samples["chatd_inter_token_latency_seconds_count", acme] == 5
