@@ -7,6 +7,7 @@ install has every command that it can serve.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -125,6 +126,7 @@ def serve(
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Rows of one step.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of the CPU backend.")] = None,
     log_level: Annotated[LogLevel | None, typer.Option(help="Least severe event that is logged.")] = None,
+    decision_log: Annotated[Path | None, typer.Option(help="File for the engine's decisions (chatd replay).")] = None,
     until_stdin_closes: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Serve a model to everybody who has a key."""
@@ -149,6 +151,7 @@ def serve(
             "engine.max_num_batched_tokens": max_num_batched_tokens,
             "engine.threads": threads,
             "log.level": log_level,
+            "engine.decision_log": decision_log,
         },
     )
     run, settings = _server_module().serve, loaded.settings
@@ -156,6 +159,27 @@ def serve(
         _end_with_stdin()
         settings = private_settings(settings)
     run(settings)
+
+
+@app.command(rich_help_panel=SERVING)
+def replay(
+    log: Annotated[Path, typer.Argument(help="File that a daemon wrote (engine.decision_log).")],
+    explain: Annotated[int | None, typer.Option(help="Tell the life of the request with this number.")] = None,
+    first: Annotated[int, typer.Option("--from", help="Count and tell from this step on.")] = 0,
+    last: Annotated[int | None, typer.Option("--to", help="Stop after this step.")] = None,
+) -> None:
+    """Make the engine's decisions again without its model, and compare each with the log."""
+    try:
+        from chatd.engine.replay import replay_file
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"the server is not installed ({error.name} is missing)", hint='pip install "chatd[server]"'
+        ) from None
+    # Steps that failed then fail again, as they should; the log that tells of them is the daemon's.
+    logging.getLogger("chatd.engine").setLevel(logging.CRITICAL + 1)
+    report = replay_file(log, explain=explain, first_step=first, last_step=last)
+    print("\n".join(report.lines))
+    raise typer.Exit(0 if report.is_same else 1)
 
 
 @app.command(rich_help_panel=CONVERSATIONS)

@@ -145,6 +145,12 @@ class EngineSettings(_Section):
         0, ge=0, description="Threads of the CPU backend; 0 takes what the affinity and the cgroup allow."
     )
     max_queued_requests: int = Field(4096, ge=1, description="Requests that may wait, all tenants together.")
+    decision_log: Path | None = Field(
+        None,
+        description="File for what the engine is asked and what it decides, for `chatd replay`. It holds numbers in the"
+        " place of token ids, but their repetitions, lengths, times and tenants' names.",
+    )
+    decision_log_limit: str = Field("1GiB", description="Size at which the decision log ends.")
 
 
 class SessionSettings(_Section):

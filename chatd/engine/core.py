@@ -191,6 +191,9 @@ class EngineCore:
             self.is_checked = True
         return self._drain(now)
 
+    def close(self) -> None:
+        """End with what is open; a core of its own has nothing, one that writes a log has that."""
+
     def _copy_down(self, now: float) -> None:
         self._restart_checks()
         plan = self.scheduler.plan_idle()

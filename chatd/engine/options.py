@@ -46,6 +46,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         num_threads: Of the CPU backend; 0 takes what the affinity and the cgroup's quota allow.
         tenants: Shares by tenant; others have the default.
         log_level: Least severe event that is written to stderr.
+        decision_log: File of the decision log; None writes none.
+        decision_log_limit_bytes: Its largest size.
     """
 
     model_id: str
@@ -65,6 +67,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_threads: int = 0
     tenants: dict[str, TenantShare] = {}
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    decision_log: str | None = None
+    decision_log_limit_bytes: int = 2**30
 
 
 _encoder = msgspec.msgpack.Encoder()

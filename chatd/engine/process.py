@@ -67,7 +67,8 @@ def main(arguments: list[str]) -> int:
         core = _start(options, pipe)
         if isinstance(core, int):
             return core
-        EngineLoop(core, pipe, time.monotonic).run(bodies)
+        with contextlib.closing(core):
+            EngineLoop(core, pipe, time.monotonic).run(bodies)
     except PipeClosed:
         return 0
     except (FrameError, msgspec.DecodeError):

@@ -14,6 +14,7 @@ import torch
 from chatd.config import cache_dir
 from chatd.engine.cgroup import MemoryRoom, available_cpus, memory_room
 from chatd.engine.core import EngineConfig, EngineCore, TenantLimits
+from chatd.engine.decision_log import LogWriter
 from chatd.engine.lower_tiers import LowerTiers, allocate_host, open_lower_tiers
 from chatd.engine.mapped_memory import map_memory
 from chatd.engine.memory import PoolSize, size_host, size_pool
@@ -21,6 +22,7 @@ from chatd.engine.messages import Ready
 from chatd.engine.model_runner import ModelRunner
 from chatd.engine.options import EngineOptions
 from chatd.engine.plan import BlockId, Chunk, Plan, RequestId, SampleSpec
+from chatd.engine.recording import RecordingCore
 from chatd.engine.sampling import SamplingParams
 from chatd.errors import EnvironmentProblem
 from chatd.kvcache.prefix_index import Namespace
@@ -63,7 +65,7 @@ def build_engine(options: EngineOptions, clock: Callable[[], float], report: Rep
     """Load a model and put the engine's core on it; return what to tell the front.
 
     Raises:
-        StartupError: As `load_model`, or the options do not fit together.
+        StartupError: As `load_model`, or the options do not fit together, or the decision log cannot be written.
     """
     model = load_model(options, report)
     pool = model.pool
@@ -104,7 +106,14 @@ def build_engine(options: EngineOptions, clock: Callable[[], float], report: Rep
         quantization=model.quantization,
         notes=notes,
     )
-    return EngineCore(config, model.runner, clock, disk=model.tiers.disk), ready
+    disk = model.tiers.disk
+    if options.decision_log is None:
+        return EngineCore(config, model.runner, clock, disk=disk), ready
+    path, limit = Path(options.decision_log), options.decision_log_limit_bytes
+    core = RecordingCore(
+        config, model.runner, clock, disk=disk, make_writer=lambda header: LogWriter(path, header, limit)
+    )
+    return core, ready
 
 
 def load_model(options: EngineOptions, report: Report, room: Callable[[], MemoryRoom] = memory_room) -> LoadedModel:

@@ -37,10 +37,25 @@ _CHECK_UNITS = 2000
 class Disk(Protocol):
     """What is needed of the disk; `DiskTier` says what each of these means."""
 
-    num_blocks: int
-    num_stored: int
-    num_loaded: int
-    num_refused: int
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that it can hold."""
+        ...
+
+    @property
+    def num_stored(self) -> int:
+        """Blocks written since start."""
+        ...
+
+    @property
+    def num_loaded(self) -> int:
+        """Blocks read since start."""
+        ...
+
+    @property
+    def num_refused(self) -> int:
+        """Blocks found damaged or of another content since start."""
+        ...
 
     @property
     def num_used(self) -> int:

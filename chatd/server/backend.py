@@ -183,7 +183,7 @@ def engine_options(settings: Settings) -> Callable[[ModelFiles], EngineOptions]:
     """Return what makes the engine's options once the model is known; settings that are wrong are refused now.
 
     Raises:
-        ConfigError: `engine.kv_memory`, `engine.host_memory` or `engine.disk_space` is no size.
+        ConfigError: A setting that is a size is none.
     """
     model, engine = settings.model, settings.engine
     kv_memory = engine.kv_memory.strip()
@@ -191,6 +191,7 @@ def engine_options(settings: Settings) -> Callable[[ModelFiles], EngineOptions]:
     host_bytes = parse_bytes(engine.host_memory, param="engine.host_memory")
     disk_bytes = parse_bytes(engine.disk_space, param="engine.disk_space")
     disk_directory = engine.disk_directory or cache_dir() / "kv"
+    log_limit_bytes = parse_bytes(engine.decision_log_limit, param="engine.decision_log_limit")
     tenants: Mapping[str, TenantShare] = {
         name: TenantShare(weight=share.weight, floor=share.floor) for name, share in settings.tenants.items()
     }
@@ -214,6 +215,8 @@ def engine_options(settings: Settings) -> Callable[[ModelFiles], EngineOptions]:
             num_threads=engine.threads,
             tenants=dict(tenants),
             log_level=settings.log.level,
+            decision_log=None if engine.decision_log is None else str(engine.decision_log.absolute()),
+            decision_log_limit_bytes=log_limit_bytes,
         )
 
     return options
