@@ -151,6 +151,8 @@ class Replay:
 
     def _clock(self) -> float:
         reads = self._call.clock
+        if self._num_reads == len(reads) and self._call.error:
+            self._differ(None, "exception", self._call.error, "none")
         if self._num_reads == len(reads):
             self._differ(None, "clock", f"read {len(reads)} times", "read once more")
         self._num_reads += 1
