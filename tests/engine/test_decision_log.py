@@ -20,11 +20,10 @@ HEADER = Header("9.9", engine_config(eos_token_ids=frozenset({1, 2})))
 SUBMIT = Submit(RequestId(1), LeaseId(2), "acme", 0, [1, 2, 3], SamplingParams(max_tokens=4, logit_bias=((3, 1.5),)))
 
 
-DISK = [DiskAnswer("contains", -1, True), DiskAnswer("num_used", -1, 3)]
-DISK.append(DiskAnswer("poll", -1, [("failed", HostSlot(4), "gone")]))
+DISK = [
     DiskAnswer("contains", -1, True),
     DiskAnswer("num_used", -1, 3),
-    DiskAnswer("poll", -1, [("failed", 4, "gone")]),
+    DiskAnswer("poll", -1, [("failed", HostSlot(4), "gone")]),
 ]
 
 
