@@ -157,9 +157,14 @@ def _check_queues(pool: BlockPool) -> Iterator[int]:
     cached = sum(len(account.cached) for account in accounts if account is not None)
     assert cached == pool.num_cached, f"I1: {cached} blocks are cached, the pool counts {pool.num_cached}"
     for owner in pool.accounts:
+        kept = len(owner.cached) - max(0, owner.num_resident - owner.floor)
+        assert owner.num_protected == max(0, kept), f"{owner.tenant}'s floor protects {owner.num_protected} blocks"
         if owner.cached:
             assert owner.heap_key is not None, f"{owner.tenant} has cached blocks that nobody could take"
             assert owner.heap_key <= -owner.over_share, f"{owner.tenant} is further down than it should be"
+    protected = sum(owner.num_protected for owner in pool.accounts)
+    given = len(pool.empty) + cached - protected
+    assert pool.available(pool.public) == given, f"{given} blocks are beyond all floors, the pool counts otherwise"
 
 
 def _check_index(pool: BlockPool) -> Iterator[int]:

@@ -34,9 +34,10 @@ class Account:
         floor: Blocks that no other tenant can take.
         num_active: Blocks with a holder.
         cached: Blocks without a holder that can still be found; the head goes first.
+        num_protected: Of the cached ones, those that the floor keeps from other tenants.
     """
 
-    __slots__ = ("cached", "floor", "heap_key", "index", "num_active", "tenant", "weight")
+    __slots__ = ("cached", "floor", "heap_key", "index", "num_active", "num_protected", "tenant", "weight")
 
     def __init__(self, tenant: str | None, index: int, weight: float, floor: int) -> None:
         self.tenant = tenant
@@ -45,6 +46,7 @@ class Account:
         self.floor = floor
         self.num_active = 0
         self.cached = BlockQueue()
+        self.num_protected = 0
         self.heap_key: float | None = None
 
     @property
@@ -82,7 +84,8 @@ class BlockPool:
         self.public = Account(None, NOBODY, 1.0, 0)
         self.accounts: list[Account] = []
         self._by_tenant: dict[str | None, Account] = {None: self.public}
-        self._floored: list[Account] = []
+        # The sum of all accounts' `num_protected`.
+        self._num_protected = 0
         # Accounts with cached blocks by (-over_share, index). A key that is out of date is mended when it comes up;
         # an account is never further down than it should be.
         self._heap: list[tuple[float, int]] = []
@@ -109,18 +112,17 @@ class BlockPool:
             assert account.index < NOBODY, "more tenants than pool frames can name"
             self.accounts.append(account)
             self._by_tenant[tenant] = account
-            if floor:
-                self._floored.append(account)
         return account
 
     def available(self, account: Account) -> int:
         """Blocks that `allocate` can give to this account: empty and cached, less what others' floors protect."""
-        protected = 0
-        for other in self._floored:
-            if other is not account:
-                cached = len(other.cached)
-                protected += max(0, cached - max(0, other.num_active + cached - other.floor))
-        return len(self.empty) + self.num_cached - protected
+        return len(self.empty) + self.num_cached - (self._num_protected - account.num_protected)
+
+    def protect(self, account: Account) -> None:
+        """Count anew what an account's floor keeps from others; for who changes its floor or what it holds."""
+        num_protected = min(len(account.cached), max(0, account.floor - account.num_active))
+        self._num_protected += num_protected - account.num_protected
+        account.num_protected = num_protected
 
     def allocate(self, account: Account, num_blocks: int) -> list[BlockId] | None:
         """Take blocks, each with one holder and charged to `account`; all or None.
@@ -140,6 +142,8 @@ class BlockPool:
             self.states[block_id] = ACTIVE
             self.owners[block_id] = account.index
             taken.append(block_id)
+        if account.floor:
+            self.protect(account)
         if account.heap_key is not None and -account.over_share < account.heap_key:
             self._push(account)
         return taken
@@ -157,6 +161,8 @@ class BlockPool:
                 account.num_active += 1
                 self.num_cached -= 1
                 states[block_id] = ACTIVE
+                if account.floor:
+                    self.protect(account)
             elif ref_count == 2:
                 self.num_shared += 1
                 states[block_id] = SHARED
@@ -188,6 +194,8 @@ class BlockPool:
                     self.states[block_id] = CACHED
                     if account.heap_key is None:
                         self._push(account)
+                if account.floor:
+                    self.protect(account)
         self.num_freed += freed
         return freed
 
@@ -211,10 +219,13 @@ class BlockPool:
             block = self.blocks[removed.block_id]
             block.entry = None
             if block.ref_count == 0:
-                assert block.account is not None
-                block.account.cached.remove(block)
+                account = block.account
+                assert account is not None
+                account.cached.remove(block)
                 self.num_cached -= 1
                 self._make_empty(block)
+                if account.floor:
+                    self.protect(account)
 
     def _evict(self, account: Account) -> KVCacheBlock:
         """Return a cached block, now empty and in no queue."""
@@ -232,6 +243,8 @@ class BlockPool:
         block.entry = None
         self.num_cached -= 1
         self.num_evictions += 1
+        if owner.floor:
+            self.protect(owner)
         return block
 
     def _most_over_share(self, account: Account) -> Account | None:
