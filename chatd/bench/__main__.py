@@ -13,6 +13,13 @@ BENCHMARKS = {
     "front": "deltas that the front carries on one core",
     "pool": "operations of the block pool and the prefix index",
     "tui": "how the terminal client feels while an answer streams",
+    "lengths": "lengths of MT-bench conversations in the small model's tokens, for others to use",
+    "memory": "what memory holds, paged and contiguous",
+    "waste": "allocated slots that hold no token, over whole conversations",
+    "trace": "how much of a production trace the pool finds again, by its size",
+    "fork": "a fork of a long session, and what it shares",
+    "prefix": "what finding prefixes costs, and what a cached system prompt saves",
+    "turn": "the work of a turn, counted, by its history",
 }
 """Each prints its figures, and writes them where `--json PATH` says."""
 

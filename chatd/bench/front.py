@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from chatd import protocol
+from chatd.bench.record import write_json
 from chatd.engine.messages import TokenDelta, Tokens, decode_engine, encode
 from chatd.protocol import Event, Params, SessionCreate, UserMessage
 from chatd.sessions.manager import Owner, SessionLimits
@@ -145,9 +145,8 @@ def main(arguments: Sequence[str]) -> int:
             f"{result.name:26}{result.tokens_per_s:>10.0f}{result.decode_us:>10.2f}{result.sessions_us:>10.2f}"
             f"{result.encode_us:>10.2f}"
         )
-    if options.json is not None:
-        report = {"goal_deltas_per_s": GOAL_DELTAS_PER_S, "results": [asdict(result) for result in results]}
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    report = {"goal_deltas_per_s": GOAL_DELTAS_PER_S, "results": [asdict(result) for result in results]}
+    write_json(options.json, "front", report)
     return 0
 
 

@@ -8,9 +8,7 @@ several runs: neighbors make it larger, never smaller.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -26,6 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import numpy as np
 import torch
 
+from chatd.bench.record import write_json
 from chatd.config import cache_dir
 from chatd_kernels import runtime
 from chatd_kernels.copy_blocks import copy_blocks
@@ -219,7 +218,6 @@ def main(arguments: Sequence[str]) -> int:
     runtime.warm_up()
     batches = [int(batch) for batch in options.batches.split(",")]
     figures: Figures = {
-        "machine": platform.processor() or platform.machine(),
         "threads": runtime.num_threads(),
         "attention_gflops": attention_figures(options.seconds),
         "decode": decode_figures(options.seconds),
@@ -233,8 +231,7 @@ def main(arguments: Sequence[str]) -> int:
     _print(f"all {4 * LAYERS + 1} linear layers, ms by batch", figures["linears_ms"])
     _print("small operations, µs a call by rows", figures["small_us"])
     _print("start of a process", figures["start"])
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_json(options.json, "kernels", figures)
     return 0
 
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from chatd.bench.record import write_json
 from chatd.config import child_environment
 from chatd.testing.scripted_daemon import Script, ScriptedDaemon
 
@@ -182,8 +183,7 @@ def main(arguments: Sequence[str]) -> int:
     for name, pieces in (("prose, 800 words", prose(800)), ("code, one fence of 180 lines", code(180))):
         runs.append(asyncio.run(measure(name, pieces, options.tok_s)))
         print(json.dumps(runs[-1]), flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps({"bench": "tui", "runs": runs}, indent=1) + "\n")
+    write_json(options.json, "tui", {"runs": runs})
     return 0
 
 

@@ -1,0 +1,221 @@
+"""Tables in Markdown, one for each benchmark's figures."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+Figures = dict[str, Any]
+
+
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def chat_table(figures: Figures) -> str:
+    """Return the chat load's table: a row for each weight format and number of sessions, medians over repeats."""
+    runs = figures["runs"]
+    heads = ["weights", "sessions", "output tok/s", "TTFT, turn 1", "TTFT, later turns", "ITL p50", "history cached"]
+    rows = []
+    for quantization, sessions in dict.fromkeys((run["quantization"], run["sessions"]) for run in runs):
+        same = [run for run in runs if (run["quantization"], run["sessions"]) == (quantization, sessions)]
+        middle = {
+            name: statistics.median(run[name] for run in same) for name, value in same[0].items() if _is_number(value)
+        }
+        rows.append(
+            [
+                quantization,
+                str(sessions),
+                f"{middle['output_tok_s']:.0f}",
+                f"{middle['ttft_first_p50_s']:.2f} s",
+                f"{middle['ttft_later_p50_s']:.2f} s",
+                f"{middle['itl_p50_s'] * 1e3:.0f} ms",
+                f"{min(run['history_cached'] for run in same):.1%}",
+            ]
+        )
+    return f"{markdown_table(heads, rows)}\n\n{_start_line(runs)}"
+
+
+def _start_line(runs: Sequence[Figures]) -> str:
+    """Return a sentence with the cold start of each weight format."""
+    starts = {run["quantization"]: run["start_to_token_s"] for run in runs}
+    each = ", ".join(f"{seconds:.1f} s ({name})" for name, seconds in starts.items())
+    return f"From `chatd serve` to the first token of the first answer, model and kernels in the cache: {each}."
+
+
+def memory_table(figures: Figures) -> str:
+    """Return what each kind of memory manager's slots hold."""
+    heads = ["memory", "holds a token", "reserved", "internal", "external", "sequences at once"]
+    rows = [
+        [
+            row["server"],
+            *(f"{row[kind]:.1%}" for kind in ("tokens", "reserved", "internal", "external")),
+            f"{row['running']:.1f}",
+        ]
+        for row in figures["servers"]
+    ]
+    return (
+        f"{figures['requests']:,} requests of {figures['mean_final']:.0f} tokens (mean) in {figures['slots']:,} slots, "
+        f"sequences of at most {figures['max_len']:,} tokens.\n\n{markdown_table(heads, rows)}"
+    )
+
+
+def waste_table(figures: Figures) -> str:
+    """Return the waste by block size."""
+    heads = ["block size", "slots without a token", "in turn 1 alone"]
+    rows = [
+        [str(row["block_size"]), f"{row['waste']:.2%}", f"{row['waste_first_turn']:.2%}"] for row in figures["blocks"]
+    ]
+    return markdown_table(heads, rows)
+
+
+def trace_table(figures: Figures) -> str:
+    """Return the hit rate by pool size."""
+    heads = ["pool, million tokens", "hit rate", "of the ideal", "plain LRU", "evictions"]
+    ideal = figures["ideal"]
+    rows = [
+        [
+            f"{row['tokens'] / 1e6:.1f}",
+            f"{row['hit_rate']:.1%}",
+            f"{row['hit_rate'] / ideal:.0%}",
+            f"{row['plain_lru']:.1%}",
+            f"{row['evictions']:,}",
+        ]
+        for row in figures["pools"]
+    ]
+    return (
+        f"{figures['requests']:,} requests; a cache without end finds {ideal:.1%} of their prompt tokens.\n\n"
+        f"{markdown_table(heads, rows)}"
+    )
+
+
+def fork_table(figures: Figures) -> str:
+    """Return what forks cost and share."""
+    heads = ["tokens", "fork, median", "p95", "copies at the first append", "blocks held", "without sharing"]
+    rows = [
+        [
+            f"{row['tokens']:,}",
+            f"{row['median_ms']:.3f} ms",
+            f"{row['p95_ms']:.3f} ms",
+            f"{row['copies_per_append']:.0f} block",
+            f"{row['blocks_after_appends']:,}",
+            f"{row['blocks_without_sharing']:,}",
+        ]
+        for row in figures["forks"]
+    ]
+    copy = figures["copy"]
+    return (
+        f"{markdown_table(heads, rows)}\n\nThe copy of one block of the small model's KV "
+        f"({copy['block_bytes'] / 1024:.0f} KiB) takes {copy['copy_us']:.0f} µs. Blocks are those of the session and "
+        f"its {figures['forks'][0]['forks']} forks, each gone on with by one token."
+    )
+
+
+def prefix_table(figures: Figures) -> str:
+    """Return the time to the first token by where the system prompt is."""
+    ttft = figures["ttft"]
+    names = {
+        "uncached": "new",
+        "cached": "used before by the same tenant",
+        "public": "public, computed ahead, used by another tenant",
+    }
+    rows = [
+        [
+            names[name],
+            f"{ttft['cached_tokens'][name]:,}",
+            f"{seconds * 1e3:,.0f} ms",
+            f"{ttft['lower'][name]:.1%} lower" if name in ttft["lower"] else "",
+        ]
+        for name, seconds in ttft["ttft_s"].items()
+    ]
+    heads = [f"system prompt of {ttft['system_tokens']:,} tokens", "cached tokens", "TTFT", ""]
+    machinery, share = figures["machinery"], figures["share"]
+    return (
+        f"{markdown_table(heads, rows)}\n\nOf a block in microseconds: find {machinery['find_us']:.2f}, register "
+        f"{machinery['register_us']:.2f}, adopt {machinery['adopt_us']:.2f}. All of it together takes "
+        f"{share['of_prefill']:.3%} of the steps that compute a prompt and {share['of_decode']:.3%} of those that "
+        f"decode {share['batch']} answers."
+    )
+
+
+def turn_table(figures: Figures) -> str:
+    """Return the work of a turn, a column for each history."""
+    turns = figures["turns"]
+    heads = ["work of a turn", *(f"{turn['history']:,} tokens of history" for turn in turns)]
+    names = [name for name in turns[0] if name != "history"]
+    rows = [[name, *(f"{turn[name]:,}" for turn in turns)] for name in names]
+    said = f"A message of {figures['prompt']} tokens and an answer of {figures['output']}:"
+    return f"{said}\n\n{markdown_table(heads, rows)}"
+
+
+def pool_table(figures: Figures) -> str:
+    """Return microseconds of pool operations by the pool's size, and milliseconds of plan and commit."""
+    pools, steps = figures["pool_us"], figures["plan_commit_ms"]
+    names = list(dict.fromkeys(name for column in pools.values() for name in column))
+    heads = ["µs a block", *(f"{int(size):,} blocks" for size in pools)]
+    rows = [[name, *(f"{column[name]:.2f}" if name in column else "" for column in pools.values())] for name in names]
+    step_heads = ["sequences × context", "plan and commit, median", "p90"]
+    step_rows = [
+        [name.replace("x", "×"), f"{row['median']:.2f} ms", f"{row['p90']:.2f} ms"] for name, row in steps.items()
+    ]
+    return f"{markdown_table(heads, rows)}\n\n{markdown_table(step_heads, step_rows)}"
+
+
+def kernels_table(figures: Figures) -> str:
+    """Return the kernels' figures, a table for each kind."""
+    attention = figures["attention_gflops"]
+    contexts = list(dict.fromkeys(name.split("x")[1] for name in attention))
+    row_counts = list(dict.fromkeys(name.split("x")[0] for name in attention))
+    attention_table = markdown_table(
+        ["attention, GFLOP/s", *(f"{rows} row{'s'[: rows != '1']}" for rows in row_counts)],
+        [
+            [f"after {context} tokens", *(f"{attention[f'{rows}x{context}']:.0f}" for rows in row_counts)]
+            for context in contexts
+        ],
+    )
+    linears = figures["linears_ms"]
+    batches = list(next(iter(linears.values())))
+    linear_table = markdown_table(
+        ["all linear layers, ms a step", *(f"batch {batch}" for batch in batches)],
+        [[name, *(f"{row[batch]:.1f}" for batch in batches)] for name, row in linears.items()],
+    )
+    small = {rows: row for rows, row in figures["small_us"].items() if isinstance(row, dict)}
+    small_table = markdown_table(
+        ["small operations, µs a call", *(f"{rows} rows" for rows in small)],
+        [[name, *(f"{row[name]:.1f}" for row in small.values())] for name in next(iter(small.values()))],
+    )
+    return f"{attention_table}\n\n{linear_table}\n\n{small_table}"
+
+
+def front_table(figures: Figures) -> str:
+    """Return what the front carries on one core."""
+    heads = ["", "tokens/s", "decode", "sessions", "encode"]
+    rows = [
+        [
+            row["name"],
+            f"{row['tokens_per_s']:,.0f}",
+            *(f"{row[f'{part}_us']:.2f} µs" for part in ("decode", "sessions", "encode")),
+        ]
+        for row in figures["results"]
+    ]
+    return f"{markdown_table(heads, rows)}\n\nGoal: {figures['goal_deltas_per_s']:,} deltas a second."
+
+
+def tui_table(figures: Figures) -> str:
+    """Return how the terminal client feels."""
+    heads = ["an answer at 100 tokens/s", "keypress to paint, p50", "p95", "the loop is late, p50", "p99"]
+    rows = [
+        [
+            run["scenario"],
+            *(f"{run[name]:.1f} ms" for name in ("key_p50_ms", "key_p95_ms", "stall_p50_ms", "stall_p99_ms")),
+        ]
+        for run in figures["runs"]
+    ]
+    return markdown_table(heads, rows)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
