@@ -137,6 +137,7 @@ class EngineEvents:
             case Done():
                 self._note_blocks(message)
                 self._runner.on_done(message)
+                self._requests.on_computed(message.request, message)
             case Started():
                 self._on_started(message)
             case Prefill():
@@ -149,6 +150,7 @@ class EngineEvents:
                 self._requests.on_forked(message)
             case LeaseLost():
                 self._runner.on_lease_lost(message.request)
+                self._requests.on_computed(message.request, None)
             case LeaseTier():
                 self._on_tier(message)
             case PoolFrame():

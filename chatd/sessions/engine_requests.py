@@ -9,17 +9,49 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from chatd.engine.messages import Cancel, Finish, Fork, Forked, FrontMessage, LeaseId, Release, Retain, Submit, Tier
+from chatd.engine.messages import (
+    Cancel,
+    Done,
+    Finish,
+    FinishReason,
+    Fork,
+    Forked,
+    FrontMessage,
+    LeaseId,
+    Release,
+    RequestClass,
+    Retain,
+    Submit,
+    Tier,
+)
 from chatd.engine.plan import RequestId
+from chatd.engine.sampling import SamplingParams
 from chatd.errors import Unavailable
-from chatd.sessions.conversation import Node, common_length, common_prefix, log_between
+from chatd.sessions.conversation import Node, common_length, common_prefix, log_between, log_of
 from chatd.sessions.ports import EngineGateway
 from chatd.sessions.session import Session
 from chatd.sessions.turn import Turn
 
 _log = logging.getLogger(__name__)
+_NOTHING_DRAWN = SamplingParams(max_tokens=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """A request that only computes; nobody waits for it.
+
+    Attributes:
+        tenant: Whose blocks it makes; "" makes public ones.
+        log: Gives all its ids.
+        on_done: Called with its end; None where the engine no longer had the lease.
+    """
+
+    tenant: str
+    log: Callable[[], Sequence[int]]
+    on_done: Callable[[Done | None], None]
 
 
 class EngineRequests:
@@ -35,6 +67,7 @@ class EngineRequests:
         self._last_request = 0
         self._turns: dict[RequestId, Turn] = {}
         self._forks: dict[LeaseId, asyncio.Future[Forked]] = {}
+        self._computations: dict[RequestId, Computation] = {}
 
     def turn_of(self, request: RequestId) -> Turn | None:
         """Return the turn whose request this is."""
@@ -53,7 +86,11 @@ class EngineRequests:
         answer, lease = turn.answer, turn.session.lease
         assert answer is not None and answer.sampling is not None, "a turn without its answer is submitted"  # noqa: PT018
         if lease.epoch != self._epoch:
-            lease.epoch, lease.node, lease.num_tokens, lease.fork_of = self._epoch, None, 0, None
+            lease.epoch, lease.node, lease.num_tokens, lease.fork_of, lease.ahead = self._epoch, None, 0, None, None
+        if lease.ahead is not None:
+            # Not two requests on one lease; what was computed stays.
+            self._engine.send(Cancel(lease.ahead))
+            lease.ahead = None
         if whole:
             lease.num_tokens = 0
         elif lease.fork_of is not None:
@@ -61,8 +98,7 @@ class EngineRequests:
             self._engine.send(Fork(source, lease.id, at))
         lease.fork_of = None
         base_len = min(common_prefix(lease.node, answer), lease.num_tokens)
-        self._last_request += 1
-        request = RequestId(self._last_request)
+        request = self._new_request()
         self._engine.send(
             Submit(
                 request,
@@ -78,6 +114,72 @@ class EngineRequests:
         turn.request, turn.base_len = request, base_len
         lease.node, lease.num_tokens = answer, answer.num_tokens
         self._turns[request] = turn
+
+    def _new_request(self) -> RequestId:
+        self._last_request += 1
+        return RequestId(self._last_request)
+
+    # What is computed ahead.
+
+    def compute_ahead(self, session: Session) -> None:
+        """Have the engine compute what it lacks of an idle session's log, when nothing else wants the machine.
+
+        The session's next turn ends it, wherever it is then.
+        """
+        assert session.turn is None, "a busy session's log is computed ahead"
+        lease = session.lease
+        node = lease.node
+        if node is None or not self._is_known(session) or lease.num_tokens >= node.num_tokens:
+            return
+
+        def on_done(done: Done | None) -> None:
+            if lease.ahead == request:
+                lease.ahead = None
+                if done is None:
+                    lease.num_tokens = 0
+                elif done.reason is FinishReason.COMPUTED:
+                    lease.num_tokens = node.num_tokens
+
+        tenant, base_len = session.owner.tenant, lease.num_tokens
+        computation = Computation(tenant, lambda: log_of(node), on_done)
+        # Until it has ended well, the lease counts as what it was: a submission may be refused.
+        request = lease.ahead = self._compute(computation, lease.id, base_len, log_between(node, base_len))
+
+    def compute(self, lease: LeaseId, computation: Computation) -> RequestId | None:
+        """Have the engine compute ids under a lease of their own; None where it takes nothing."""
+        return self._compute(computation, lease, 0, list(computation.log()))
+
+    def _compute(self, computation: Computation, lease: LeaseId, base_len: int, new_ids: list[int]) -> RequestId | None:
+        request = self._new_request()
+        try:
+            self._engine.send(
+                Submit(
+                    request,
+                    lease,
+                    computation.tenant,
+                    base_len,
+                    new_ids,
+                    _NOTHING_DRAWN,
+                    RequestClass.PREFILL_AHEAD,
+                    compute_only=True,
+                )
+            )
+        except Unavailable:
+            return None
+        self._computations[request] = computation
+        return request
+
+    def computation_of(self, request: RequestId) -> Computation | None:
+        """Return what is computed by this request, where it is not a turn's."""
+        return self._computations.get(request)
+
+    def on_computed(self, request: RequestId, done: Done | None) -> None:
+        """Take in the end of a request that only computes; None where its lease was lost."""
+        computation = self._computations.pop(request, None)
+        if computation is not None:
+            computation.on_done(done)
+
+    # Turns.
 
     def forget(self, turn: Turn) -> None:
         """Take a turn out: what the engine still says of its request is about nothing."""
@@ -146,7 +248,7 @@ class EngineRequests:
         lease = session.lease
         if self._is_known(session):
             self.tell(Release(lease.id))
-        lease.id, lease.node, lease.num_tokens, lease.fork_of = new_lease, None, 0, None
+        lease.id, lease.node, lease.num_tokens, lease.fork_of, lease.ahead = new_lease, None, 0, None, None
         session.latest.tier = Tier.TOKENS
         session.latest.blocks_held = session.latest.blocks_shared = 0
 
@@ -165,6 +267,7 @@ class EngineRequests:
     def on_died(self) -> None:
         """Forget what the engine held; its requests are over, and their turns are to be ended."""
         self._epoch += 1
+        self._computations.clear()
         for lease in self._forks:
             self.on_forked(Forked(lease, 0, 0))
 

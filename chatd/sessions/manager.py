@@ -386,6 +386,9 @@ class SessionManager:
 
     def log_of_request(self, request: RequestId) -> tuple[str, builtins.list[int]]:
         """Return the tenant and ids of a request in flight, for checks: the engine holds exactly these (I25)."""
+        computation = self._requests.computation_of(request)
+        if computation is not None:
+            return computation.tenant, [*computation.log()]
         turn = self._requests.turn_of(request)
         assert turn is not None, f"request {request} is not in flight"
         ids = log_of(turn.answer)

@@ -13,6 +13,7 @@ from sys import getsizeof
 import msgspec
 
 from chatd.engine.messages import LeaseId, Tier
+from chatd.engine.plan import RequestId
 from chatd.protocol import (
     AttachRole,
     BranchSelected,
@@ -54,6 +55,7 @@ class Lease:
         node: The message to whose end, or into which, the ids go.
         num_tokens: Ids of the log that the engine has.
         fork_of: Set until the first submission: the lease to share with, and up to which token.
+        ahead: The request that computes on it while no turn does.
     """
 
     id: LeaseId
@@ -61,6 +63,7 @@ class Lease:
     node: Node | None = None
     num_tokens: int = 0
     fork_of: tuple[LeaseId, int] | None = None
+    ahead: RequestId | None = None
 
 
 @dataclass(slots=True)

@@ -313,8 +313,10 @@ class TurnRunner:
         session.conversation.end_answer(
             answer, status="completed" if completed else "incomplete", reason=named, usage=usage, timings=timings
         )
-        self._settle(session, answer, text)
+        is_as_computed = self._settle(session, answer, text)
         self._free(turn)
+        if not is_as_computed:
+            self.requests.compute_ahead(session)
         stats = self._stats
         stats.turns_ended[named] += 1
         stats.prompt_tokens += num_prompt_tokens
@@ -325,8 +327,12 @@ class TurnRunner:
         self._on_ended(turn, True)
         turn.sink.on_end(turn, TurnEnd(named, completed, usage, timings))
 
-    def _settle(self, session: Session, answer: Node, text: AnswerText) -> None:
-        """Give an answer the ids that later prompts have of it, and note how much of them the lease holds."""
+    def _settle(self, session: Session, answer: Node, text: AnswerText) -> bool:
+        """Give an answer the ids that later prompts have of it, and note how much of them the lease holds.
+
+        Returns:
+            Whether these are the ids that were computed.
+        """
         settled = self._encoder.settle(text.ids)
         if settled is None:
             answer.ids = text.ids
@@ -338,6 +344,7 @@ class TurnRunner:
             answer.ids = array(ID_TYPE, settled.ids)
         if session.lease.node is answer:
             session.lease.num_tokens = num_held
+        return settled is None
 
     def _is_foreign_stop(self, token_id: int) -> bool:
         """Return whether an id ends an answer but has no place in a conversation of this template."""

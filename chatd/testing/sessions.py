@@ -188,6 +188,9 @@ class ScriptedEngine:
             deltas = []
             ended = []
             for request, running in self.running.items():
+                if running.submit.compute_only:
+                    ended.append((request, FinishReason.COMPUTED))
+                    continue
                 token = running.answer[running.num_sent]
                 running.num_sent += 1
                 self.leases[running.submit.lease].append(token)
@@ -259,8 +262,8 @@ class ScriptedEngine:
             return
         log = [*held[: message.base_len], *message.new_ids]
         self.leases[message.lease] = log
-        answer = [*self.reply(list(log))]
-        if not answer or answer[-1] not in message.params.stop_token_ids:
+        answer = [] if message.compute_only else [*self.reply(list(log))]
+        if not message.compute_only and (not answer or answer[-1] not in message.params.stop_token_ids):
             answer += [answer[-1] if answer else 0] * (message.params.max_tokens - len(answer))
         self.running[message.request] = _Running(message, len(log), message.base_len, answer)
         self._outbox.append(Started(message.request, len(log), message.base_len, 0.0))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from chatd.engine.messages import Ready
+from chatd.engine.messages import Ready, RequestClass
 from chatd.protocol import Message, Params, SessionCreate, UserMessage
 from chatd.sessions.manager import CompletionRequest, ModelProfile, Owner, SessionLimits, SessionManager
 from chatd.sessions.prompt_encoder import PromptEncoder, Thoughts
@@ -131,11 +131,16 @@ async def test_thoughts_stay_in_the_text_and_leave_the_ids_where_they_are_droppe
     assert (thought_end in answer.ids) == (not dropped)
     await manager.user_message(session, UserMessage(session=session.id, content="sure?"))
     served.engine.run()
-    second = served.engine.submits[1]
+    ahead = [submit for submit in served.engine.submits if submit.compute_only]
+    _, second = [submit for submit in served.engine.submits if not submit.compute_only]
     held = [*served.engine.leases[second.lease]]
     assert held == list(session.conversation.log())
+    assert second.base_len == answer.num_tokens
+    assert len(ahead) == dropped
     if dropped:
-        assert second.base_len < len(served.engine.submits[0].new_ids) + 1
+        # What the next prompt has of the answer was computed when the turn had ended.
+        assert ahead[0].base_len < len(served.engine.submits[0].new_ids) + 1
+        assert ahead[0].request_class is RequestClass.PREFILL_AHEAD
         plain_log = served.encoder.begin(
             None,
             [
