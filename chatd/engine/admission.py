@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from chatd.engine.beams import Beams
 from chatd.engine.block_moves import BlockMoves
 from chatd.engine.cost_model import StepRoom
 from chatd.engine.draft import Draft
@@ -27,6 +28,7 @@ class Admission:
         counters: Say which tenants are over their shares.
         moves: Find what can be loaded instead of being computed.
         running: The scheduler's own list of admitted requests; only read here.
+        beams: Say how many slots are taken.
         preempt: Sends one of them back to the queue for another one's sake; it waits for the given reason from then on.
     """
 
@@ -38,6 +40,7 @@ class Admission:
         counters: VirtualCounters,
         moves: BlockMoves,
         running: list[Request],
+        beams: Beams,
         preempt: Callable[[Request, Request, WaitReason], None],
     ) -> None:
         self._config = config
@@ -46,6 +49,7 @@ class Admission:
         self._counters = counters
         self._moves = moves
         self._running = running
+        self._beams = beams
         self._preempt = preempt
 
     def is_hopeless(self, request: Request) -> bool:
@@ -59,7 +63,8 @@ class Admission:
 
     def find_slot(self, request: Request) -> bool:
         """Make sure of a slot, if need be at the cost of a tenant over its share of them; else say why not."""
-        if len(self._running) >= self._config.max_num_seqs:
+        wanted = self._beams.num_slots_of(request)
+        while wanted and self._beams.num_slots() + wanted > self._config.max_num_seqs:
             victim = choose_over_slot_share(self._running, request, self._counters, self._config.max_num_seqs)
             if victim is None:
                 request.why = WaitReason.SLOTS

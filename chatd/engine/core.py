@@ -49,7 +49,7 @@ from chatd.engine.messages import (
 from chatd.engine.plan import Plan, RequestId, Runner
 from chatd.engine.reports import Reporter
 from chatd.engine.request import Request, check_fits, stop_ids_of
-from chatd.engine.sampling import check_sampling_params
+from chatd.engine.sampling import check_beam_search, check_sampling_params
 from chatd.engine.scheduler import Scheduler
 from chatd.errors import ChatdError, Conflict, InvalidRequest, NotFound, Unavailable
 from chatd.kvcache.block_pool import BlockPool
@@ -123,7 +123,7 @@ class EngineCore:
             case Submit():
                 self._submit(message, now)
             case Cancel():
-                request = self.scheduler.requests.get(message.request)
+                request = self._request(message.request)
                 if request is not None:
                     self.scheduler.cancel(request, now)
             case Finish():
@@ -237,7 +237,7 @@ class EngineCore:
             _log.error("request id %d is in use; the submission is dropped", message.request)
             return
         tenant = None if message.tenant == PUBLIC_TENANT else message.tenant
-        lease = self.leases.get(message.lease)
+        lease = self._lease(message.lease)
         held = 0 if lease is None else len(lease.token_ids)
         if lease is not None and lease.tenant == tenant and self._request_on(lease) is not None:
             self._refuse(message, Conflict(f"lease {message.lease} has a request already"))
@@ -252,16 +252,22 @@ class EngineCore:
             except ChatdError as error:
                 self._refuse(message, error)
             else:
-                self.scheduler.submit(request, message.sample_of)
+                self.scheduler.submit(request, message.sample_of, message.beam)
 
     def _check(self, message: Submit, tenant: str | None) -> None:
         config, ids = self.config, message.new_ids
+        if message.request < 0 or message.lease < 0:
+            raise InvalidRequest(f"request {message.request} on lease {message.lease}, the least number is 0")
         if message.base_len < 0 or message.base_len + len(ids) == 0:
             raise InvalidRequest("0 tokens to go on from, the least is 1", param="input")
         limit = config.vocab_size or 2**31
         if ids and not 0 <= min(ids) <= max(ids) < limit:
             raise InvalidRequest(f"token ids are {min(ids)} to {max(ids)}, the limit is {limit - 1}", param="input")
         check_sampling_params(message.params, limit)
+        if message.beam is not None:
+            check_beam_search(message.beam, message.params, limit, config.max_num_seqs)
+            if message.compute_only:
+                raise InvalidRequest("compute_only is true, a beam search draws", param="compute_only")
         check_fits(
             message.base_len + len(ids),
             max_model_len=config.max_model_len,
@@ -292,18 +298,18 @@ class EngineCore:
         )
 
     def _finish(self, message: Finish, now: float) -> None:
-        request = self.scheduler.requests.get(message.request)
-        lease = self.leases.get(message.lease)
+        request, lease = self._request(message.request), self._lease(message.lease)
         if request is not None:
             self.scheduler.finish(request, message.length, now)
         elif lease is not None and self._request_on(lease) is None:
             self.leases.trim(lease, max(0, message.length))
 
     def _fork(self, message: Fork) -> None:
-        lease = self.leases.get(message.lease)
+        lease = self._lease(message.lease)
         fork = None
         # A new lease that is not opened is answered with `LeaseLost` when it is used, as any that is not known.
-        if lease is not None and self.leases.get(message.new_lease) is None and 0 <= message.at <= len(lease.token_ids):
+        is_new = message.new_lease >= 0 and self.leases.get(message.new_lease) is None
+        if lease is not None and is_new and 0 <= message.at <= len(lease.token_ids):
             fork = self.leases.fork(lease, message.new_lease, message.at)
         num_tokens = num_blocks = 0
         if fork is not None:
@@ -312,7 +318,7 @@ class EngineCore:
         self.scheduler.outbox.append(Forked(message.new_lease, num_tokens, num_blocks))
 
     def _trim(self, message: Trim) -> None:
-        lease = self.leases.get(message.lease)
+        lease = self._lease(message.lease)
         if lease is None:
             return
         length = max(0, message.length)
@@ -323,13 +329,21 @@ class EngineCore:
 
     def _release(self, message: Release, now: float) -> None:
         self.leases.set_attached(message.lease, False)
-        lease = self.leases.get(message.lease)
+        lease = self._lease(message.lease)
         if lease is None:
             return
         request = self._request_on(lease)
         if request is not None:
             self.scheduler.cancel(request, now)
         self.leases.close(lease)
+
+    def _request(self, request_id: RequestId) -> Request | None:
+        """Return a request of the front's; negative numbers are the engine's own beams."""
+        return self.scheduler.requests.get(request_id) if request_id >= 0 else None
+
+    def _lease(self, lease_id: LeaseId) -> Lease | None:
+        """Return a lease of the front's."""
+        return self.leases.get(lease_id) if lease_id >= 0 else None
 
     def _request_on(self, lease: Lease) -> Request | None:
         if lease.state in (LeaseState.IDLE, LeaseState.ATTACHED):

@@ -94,8 +94,10 @@ def _check_requests(scheduler: Scheduler, leases: LeaseTable) -> Iterator[int]:
         assert (request.status is RequestStatus.RUNNING) == is_running, f"I13: {request} is in the wrong state"
         state = LeaseState.ACTIVE if is_running else LeaseState.QUEUED
         assert request.lease.state is state, f"{request}'s lease is {request.lease.state}"
-        assert is_running or not request.is_preempted or not request.lease.table.block_ids, f"{request} holds blocks"
-        assert not is_running or request.num_remaining_tokens >= 1, f"I8: {request} has nothing to compute"
+        may_hold = not request.is_preempted or request.group is not None
+        assert is_running or may_hold or not request.lease.table.block_ids, f"{request} holds blocks"
+        has_work = request.num_remaining_tokens >= 1 or request.is_stalled
+        assert not is_running or has_work, f"I8: {request} has nothing to compute"
     busy = {request.lease.lease_id for request in scheduler.requests.values()}
     assert len(busy) == len(scheduler.requests), "two requests on one lease"
     yield len(scheduler.requests)

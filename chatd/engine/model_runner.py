@@ -50,7 +50,8 @@ class ModelRunner:
         loaded = perf_counter()
         sampled = self._compute(plan) if plan.chunks else Sampled()
         move_s = stored - start + loaded - copied
-        return StepOutput(sampled.tokens, sampled.logprobs, sampled.failed, perf_counter() - start - move_s, move_s)
+        model_s = perf_counter() - start - move_s
+        return StepOutput(sampled.tokens, sampled.logprobs, sampled.failed, model_s, move_s, sampled.candidates)
 
     @property
     def _slots(self) -> torch.Tensor:

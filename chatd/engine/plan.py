@@ -27,6 +27,7 @@ class SampleSpec:
         stop_token_ids: The ids that `min_tokens` forbids for now; empty where it does not apply.
         prompt_ids: The ids before the answer, only where the parameters need history.
         output_ids: The ids of the answer so far, likewise. Both are read during the step only and never copied here.
+        num_candidates: Above 0 nothing is drawn: so many of the likeliest tokens are wanted, with log probabilities.
     """
 
     params: SamplingParams
@@ -34,6 +35,7 @@ class SampleSpec:
     stop_token_ids: tuple[int, ...] = ()
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
+    num_candidates: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,9 @@ class StepOutput:
         failed: Requests whose logits were not finite, and why; their chunk has no token.
         model_s: Seconds in the forward and in sampling; an input to the cost model.
         move_s: Seconds in stores and loads, which are not in `model_s`.
+        candidates: For each chunk that wants some: (token id, log probability) pairs, likeliest first, of equal ones
+            the lowest id first. Log probabilities are over the whole vocabulary, in float32, and only then changed by
+            repetition penalty, logit bias and forbidden stop ids (minus infinity).
     """
 
     sampled: Mapping[RequestId, int]
@@ -135,6 +140,7 @@ class StepOutput:
     failed: Mapping[RequestId, str] = field(default_factory=dict)
     model_s: float = 0.0
     move_s: float = 0.0
+    candidates: Mapping[RequestId, Sequence[tuple[int, float]]] = field(default_factory=dict)
 
 
 class Runner(Protocol):

@@ -131,7 +131,8 @@ class Reporter:
         messages: list[EngineMessage] = []
         for lease in leases.shrunk.values():
             lease.tier = tier_of(lease, self._moves)
-            messages.append(_lease_tier(lease, "pressure"))
+            if lease.lease_id >= 0:  # Others are the engine's own.
+                messages.append(_lease_tier(lease, "pressure"))
         leases.shrunk.clear()
         for lease in leases.used.values():
             if lease.tier != Tier.DEVICE and tier_of(lease, self._moves) is Tier.DEVICE:
@@ -141,7 +142,7 @@ class Reporter:
         changed = self._moves.tiers.changed
         for lease_id in changed:
             # What fell further, of a lease that is not on the device any more.
-            fallen = leases.get(lease_id)
+            fallen = leases.get(lease_id) if lease_id >= 0 else None
             if fallen is not None and fallen.tier != Tier.DEVICE and fallen.state is not LeaseState.ACTIVE:
                 tier = tier_of(fallen, self._moves)
                 if tier != fallen.tier:
@@ -179,7 +180,9 @@ class Reporter:
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             tenants=self._tenants(),
-            leases=[self._lease(lease) for lease in scheduler.leases] if watch.with_leases else [],
+            leases=[self._lease(lease) for lease in scheduler.leases if lease.lease_id >= 0]
+            if watch.with_leases
+            else [],
             states=bytes(pool.states) if watch.with_map else b"",
             owners=_little_endian(pool.owners) if watch.with_map else b"",
             tiers=self._tiers(),
@@ -246,6 +249,8 @@ class Reporter:
         heads: dict[Tenant, WaitReason] = {}
         waiting = self._scheduler.waiting
         for request, position in waiting.positions():
+            if not request.is_told:
+                continue
             # Whoever stands behind waits for what the first one waits for.
             why = request.why if waiting.is_aside(request) else heads.setdefault(request.tenant, request.why)
             if request.told != (position, why):

@@ -11,6 +11,7 @@ from chatd.engine.sampling import SamplingParams
 from chatd.errors import ContextLengthExceeded
 
 if TYPE_CHECKING:
+    from chatd.engine.beams import BeamGroup
     from chatd.kvcache.leases import Lease
 
 
@@ -74,6 +75,7 @@ class Request:
         retry_at: The state of the pool in which there were too few blocks for it.
         num_fetched_blocks: Leading blocks of its lease that the disk was asked for, once each.
         has_loaded: Some of its blocks came from below the pool, so that others may.
+        group: The beam search of which it is a beam.
     """
 
     __slots__ = (
@@ -82,6 +84,7 @@ class Request:
         "arrival_s",
         "compute_only",
         "first_token_s",
+        "group",
         "has_loaded",
         "is_preempted",
         "is_started",
@@ -143,6 +146,7 @@ class Request:
         self.retry_at = (-1, -1)
         self.num_fetched_blocks = 0
         self.has_loaded = False
+        self.group: BeamGroup | None = None
 
     def __repr__(self) -> str:
         return f"Request({self.request_id}, {self.status.value}, {self.num_computed_tokens}/{self.num_tokens})"
@@ -178,16 +182,28 @@ class Request:
         """Ids of the answer."""
         return len(self.lease.token_ids) - self.num_prompt_tokens
 
+    @property
+    def is_told(self) -> bool:
+        """True where the front knows it; beams are the engine's own."""
+        return self.request_id >= 0
+
+    @property
+    def is_stalled(self) -> bool:
+        """True where it has computed all it can and waits for the other beams of its group."""
+        return self.group is not None and self.request_id in self.group.candidates
+
     def sample_spec(self) -> SampleSpec:
         """Return how the next token is drawn."""
         params = self.params
+        num_candidates = 0 if self.group is None else self.group.num_candidates
         position = self.num_output_tokens
         forbidden = tuple(sorted(self.stop_ids)) if position < params.min_tokens else ()
         if not params.needs_history:
-            return SampleSpec(params, position, forbidden)
+            return SampleSpec(params, position, forbidden, num_candidates=num_candidates)
         # Slices of an array are one memcpy; a view would forbid appending to it.
         ids = self.lease.token_ids
-        return SampleSpec(params, position, forbidden, ids[: self.num_prompt_tokens], ids[self.num_prompt_tokens :])
+        prompt_ids, output_ids = ids[: self.num_prompt_tokens], ids[self.num_prompt_tokens :]
+        return SampleSpec(params, position, forbidden, prompt_ids, output_ids, num_candidates)
 
     def finish_reason(self, token_id: int, max_model_len: int) -> FinishReason | None:
         """Return why the answer ends with the token that was just appended, or None."""

@@ -48,11 +48,13 @@ class Sampled:
         tokens: The token drawn for each request.
         logprobs: For those that asked.
         failed: Requests whose logits were not finite, and why; they have no token.
+        candidates: For those that want some in place of a token, likeliest first.
     """
 
     tokens: dict[RequestId, int] = field(default_factory=dict)
     logprobs: dict[RequestId, TokenLogprobs] = field(default_factory=dict)
     failed: dict[RequestId, str] = field(default_factory=dict)
+    candidates: dict[RequestId, list[tuple[int, float]]] = field(default_factory=dict)
 
 
 class _History:
@@ -129,6 +131,8 @@ class Sampler:
             if not finite[i]:
                 num_bad = int((~torch.isfinite(logits[i])).sum())
                 result.failed[request_id] = f"{num_bad} of {logits.shape[1]} logits are not finite"
+            elif spec.num_candidates:
+                result.candidates[request_id] = beam_candidates(logits[i], spec)
             elif not plain[i]:
                 row = logits[i].cpu().numpy()
                 token = self._sample_row(row, request_id, spec, float(numbers.get(i, 0.0)))
@@ -174,6 +178,35 @@ class Sampler:
         history.extend(spec.prompt_ids, spec.output_ids)
         self._histories.move_to_end(request_id)
         return history
+
+
+def beam_candidates(row: torch.Tensor, spec: SampleSpec) -> list[tuple[int, float]]:
+    """Return the likeliest tokens after a beam, with their log probabilities as transformers' beam search has them.
+
+    Log probabilities are of the row as the model gave it. Then they are changed in the order of transformers'
+    processors: bias, repetition penalty, stop ids that `min_tokens` forbids.
+
+    Args:
+        row: `[vocab_size]`, float32, on any device.
+        spec: Of the beam; its history is looked at anew, since the next beam under this name may be another's child.
+    """
+    params = spec.params
+    scores = torch.log_softmax(row, dim=-1).cpu().numpy()
+    if params.logit_bias:
+        ids, biases = zip(*params.logit_bias, strict=True)
+        np.add.at(scores, np.array(ids, dtype=np.int64), np.array(biases, dtype=np.float32))
+    if params.repetition_penalty != 1.0:
+        seen = np.unique(
+            np.concatenate([np.asarray(part, dtype=np.int64) for part in (spec.prompt_ids, spec.output_ids)])
+        )
+        apply_penalties(scores, seen, np.zeros(len(seen), dtype=np.float32), params)
+    if spec.stop_token_ids:
+        scores[list(spec.stop_token_ids)] = -np.inf
+    count = min(spec.num_candidates, len(scores))
+    lowest = np.partition(scores, len(scores) - count)[len(scores) - count]
+    places = np.flatnonzero(scores >= lowest)
+    order = np.argsort(-scores[places], kind="stable")[:count]
+    return [(int(place), float(scores[place])) for place in places[order]]
 
 
 def apply_penalties(logits: FloatRow, ids: Ids, counts: FloatRow, params: SamplingParams) -> None:
@@ -302,6 +335,7 @@ def _is_plain(spec: SampleSpec) -> bool:
         and not params.logit_bias
         and not spec.stop_token_ids
         and not params.needs_history
+        and not spec.num_candidates
     )
 
 

@@ -11,6 +11,8 @@ from chatd.errors import InvalidRequest
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_BEAM_WIDTH = 10
+MAX_LENGTH_PENALTY = 5.0
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,3 +110,37 @@ def check_sampling_params(params: SamplingParams, vocab_size: int) -> None:
             raise InvalidRequest(f"{token_id} is not in the vocabulary of {vocab_size} tokens", param="logit_bias")
         if not -100.0 <= bias <= 100.0:
             raise InvalidRequest(f"a bias is {bias}, the range is -100 to 100", param="logit_bias")
+
+
+def check_beam_search(search: BeamSearch, params: SamplingParams, vocab_size: int, max_num_seqs: int) -> None:
+    """Refuse a search that is out of range, or parameters that a search has no place for.
+
+    `min_tokens`, `logit_bias` and `repetition_penalty` change the log probabilities, as transformers' processors do.
+
+    Args:
+        search: What is asked for.
+        params: The same request's, which have passed `check_sampling_params`.
+        vocab_size: Ids are below this.
+        max_num_seqs: Requests, and so beams, that run at once.
+
+    Raises:
+        InvalidRequest: Names the field. NaN fails every range.
+    """
+    stop_ids = len(params.stop_token_ids)
+    ranges: tuple[tuple[str, float, float, float], ...] = (
+        ("beam_width", search.width, 1, min(MAX_BEAM_WIDTH, max_num_seqs, max(1, vocab_size - stop_ids))),
+        ("num_returned", search.num_returned, 1, search.width),
+        ("length_penalty", search.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+    )
+    for name, value, low, high in ranges:
+        if not low <= value <= high:
+            raise InvalidRequest(f"{name} is {value}, the range is {low} to {high}", param=name)
+    neutral: tuple[tuple[str, float | None, float | None], ...] = (
+        ("temperature", params.temperature, 0.0),
+        ("presence_penalty", params.presence_penalty, 0.0),
+        ("frequency_penalty", params.frequency_penalty, 0.0),
+        ("logprobs", params.logprobs, None),
+    )
+    for name, given, nothing in neutral:
+        if given != nothing:
+            raise InvalidRequest(f"{name} is {given}, a beam search takes {nothing} only", param=name)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 
 from chatd.engine.admission import Admission
+from chatd.engine.beams import BeamGroup, Beams
 from chatd.engine.block_moves import BlockMoves
 from chatd.engine.cost_model import CostModel, StepRoom, num_pairs
 from chatd.engine.draft import Decision, Draft, TenantCounts, build_plan
@@ -26,6 +27,7 @@ from chatd.engine.fairness import (
     VirtualCounters,
     WaitingRequests,
 )
+from chatd.engine.messages import Beams as BeamsFound
 from chatd.engine.messages import (
     Done,
     EngineMessage,
@@ -42,7 +44,8 @@ from chatd.engine.preemption import choose_victim
 from chatd.engine.prefill_order import PrefillOrder
 from chatd.engine.request import Request, RequestStatus
 from chatd.engine.samples import Samples
-from chatd.errors import EngineError
+from chatd.engine.sampling import BeamSearch
+from chatd.errors import EngineError, Unavailable
 from chatd.kvcache.leases import LeaseState, LeaseTable
 from chatd.kvcache.manager import KVCacheManager
 from chatd.kvcache.tiers import HostBlock, Tiers
@@ -63,6 +66,7 @@ class Scheduler:
         running: Of those, the admitted ones, in the order of admission.
         waiting: The others.
         samples: Which of those wait for another one's prompt.
+        beams: The searches; each of their beams is a request here.
         admission: Lets them run.
         moves: Blocks that go to the tiers below the pool and come back.
         outbox: Messages for the front, in order; whoever sends them clears it.
@@ -88,8 +92,11 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting = WaitingRequests(config.cost.per_row_s)
         self.samples = Samples(leases, self.waiting)
+        self.beams = Beams(leases, self.requests, self.running, self.waiting)
         self.moves = BlockMoves(config, kv, leases, tiers, self.cost)
-        self.admission = Admission(config, kv, leases, self.counters, self.moves, self.running, self._preempt)
+        self.admission = Admission(
+            config, kv, leases, self.counters, self.moves, self.running, self.beams, self._preempt
+        )
         self.outbox: list[EngineMessage] = []
         self.counts: dict[Tenant, TenantCounts] = {}
         self.step = 0
@@ -103,8 +110,16 @@ class Scheduler:
 
     # Requests come and go.
 
-    def submit(self, request: Request, sample_of: RequestId | None = None) -> None:
-        """Queue a request, perhaps as another sample of one's prompt; whoever calls has checked that it can fit."""
+    def submit(self, request: Request, sample_of: RequestId | None = None, beam: BeamSearch | None = None) -> None:
+        """Queue a request; whoever calls has checked that it can fit.
+
+        Args:
+            request: Waits from now on.
+            sample_of: Whose prompt it is another sample of.
+            beam: The search that it is for.
+        """
+        if beam is not None:
+            self.beams.open(request, beam, self.config.max_model_len)
         self.requests[request.request_id] = request
         self.counters.enter(request.tenant)
         self.counts.setdefault(request.tenant, TenantCounts())
@@ -171,6 +186,7 @@ class Scheduler:
         self.moves.commit(drafts)
         deltas: list[TokenDelta] = []
         ended: list[tuple[Request, FinishReason, str]] = []
+        complete: list[BeamGroup] = []
         rows = pairs = 0
         for draft in drafts:
             request, num_tokens = draft.request, draft.num_tokens
@@ -183,7 +199,8 @@ class Scheduler:
             end = draft.start + num_tokens
             draws = end == len(ids) and not request.compute_only
             token_id = output.sampled.get(request.request_id) if draws else None
-            if request.request_id in output.failed or (token_id is None and draws):
+            candidates = output.candidates.get(request.request_id) if draws and request.group is not None else None
+            if request.request_id in output.failed or (draws and token_id is None and candidates is None):
                 self.kv.discard(draft.allocation)
                 self.kv.poison(request.lease.table)
                 self.moves.forget(request.lease)
@@ -194,7 +211,11 @@ class Scheduler:
             self.kv.commit(draft.allocation, end, ids)
             if not draft.is_decode:
                 self._commit_prefill(draft, end)
-            if token_id is not None:
+            if candidates is not None:
+                self.counters.charge(request.tenant, OUTPUT_TOKEN_COST)
+                if self.beams.take(request, candidates) and request.group is not None:
+                    complete.append(request.group)
+            elif token_id is not None:
                 deltas.append(self._commit_token(request, token_id, output, now))
                 reason = request.finish_reason(token_id, self.config.max_model_len)
                 if reason is not None:
@@ -204,7 +225,11 @@ class Scheduler:
         if deltas:
             self.outbox.append(Tokens(plan.step, deltas))
         for request, reason, message in ended:
-            self._end(request, reason, now, EngineError.code if message else "", message)
+            if request.status is not RequestStatus.FINISHED:  # Of a group, another beam may have failed before.
+                self._end(request, reason, now, EngineError.code if message else "", message)
+        for group in complete:
+            if group.head.group is group:
+                self._advance(group, now)
         self._last_step_s = output.model_s
         if rows and self.cost.observe(rows, pairs, output.model_s):
             parameters = self.cost.parameters
@@ -231,7 +256,10 @@ class Scheduler:
         prefills: list[Request] = []
         for request in self.running:
             if only is None or request.request_id in only:
-                (decodes if request.is_decode else prefills).append(request)
+                if request.is_decode:
+                    decodes.append(request)
+                elif not request.is_stalled:
+                    prefills.append(request)
         return decodes, prefills
 
     def _build(self) -> Plan | None:
@@ -330,7 +358,9 @@ class Scheduler:
         if self.moves.is_waiting:
             return
         while not self._drafts:
-            request = next((r for r in self.running if only is None or r.request_id in only), None)
+            request = next(
+                (r for r in self.running if not r.is_stalled and (only is None or r.request_id in only)), None
+            )
             if request is None:
                 break
             if self._place(request, min(request.num_remaining_tokens, self.config.block_size)):
@@ -342,15 +372,25 @@ class Scheduler:
                 self._end(request, FinishReason.KV_EXHAUSTED, now)
             else:
                 self._preempt(victim, request)
-        # With nothing running and no lease left to shrink, a lone request drops even its own shared blocks.
-        while not self._drafts and not self.running and only is None and (request := self.waiting.first()) is not None:
+        # With nothing left to compute and no lease left to shrink, beams that wait for others of their group make room;
+        # at last a lone request drops even its own shared blocks.
+        while (
+            not self._drafts
+            and only is None
+            and all(running.is_stalled for running in self.running)
+            and (request := self.waiting.first()) is not None
+        ):
+            is_lone = not self.running
+            if is_lone:
+                self.leases.free(request.lease)
+            else:
+                self._preempt(self.running[-1], request)
             self._preempted_now.clear()
-            self.leases.free(request.lease)
             room = StepRoom(self.cost.parameters, self.config.max_num_batched_tokens, math.inf, least=1)
             request.retry_at = (-1, -1)
-            if not self._admit(request, room, None, now) and request.status is RequestStatus.WAITING:
-                if self.moves.is_waiting:
-                    return
+            if self._admit(request, room, None, now) or self.moves.is_waiting:
+                return
+            if is_lone and request.status is RequestStatus.WAITING:
                 self._end(request, FinishReason.KV_EXHAUSTED, now)
 
     # Parts of commit.
@@ -398,13 +438,14 @@ class Scheduler:
             request.num_charged_tokens = charged
         if end >= request.num_prompt_tokens:
             self.samples.on_computed(request)
-        if end < request.num_tokens:
+        if end < request.num_tokens and request.is_told:
             self.outbox.append(Prefill(request.request_id, end, request.num_tokens))
 
     def _tell_resumed(self, request: Request) -> None:
         if request.is_preempted:
             request.is_preempted = False
-            self.outbox.append(Preempted(request.request_id, resumed=True))
+            if request.is_told:
+                self.outbox.append(Preempted(request.request_id, resumed=True))
 
     def _commit_token(self, request: Request, token_id: int, output: StepOutput, now: float) -> TokenDelta:
         self.leases.append(request.lease, token_id)
@@ -417,6 +458,25 @@ class Scheduler:
         if logprobs is None:
             return TokenDelta(request.request_id, [token_id])
         return TokenDelta(request.request_id, [token_id], [(logprobs.logprob, list(logprobs.top))])
+
+    def _advance(self, group: BeamGroup, now: float) -> None:
+        """Let the beams of a group go one token on, or end the search with what it found."""
+        head = group.head
+        if head.first_token_s < 0:
+            head.first_token_s = now
+        head.last_token_s = now
+        try:
+            goes_on = self.beams.advance(group)
+        except Unavailable as error:
+            self._end(head, FinishReason.FAILED, now, error.error_code, error.message)
+            return
+        if goes_on:
+            return
+        sequences = group.sequences(self.config.max_model_len)
+        self.outbox.append(BeamsFound(head.request_id, sequences))
+        self.counts[head.tenant].output_tokens += sum(len(sequence.ids) for sequence in sequences)
+        self.beams.settle(group)
+        self._end(head, sequences[0].reason, now)
 
     def _preempt(self, victim: Request, winner: Request, why: WaitReason = WaitReason.NO_BLOCKS) -> None:
         """Send a running request back to the queue for another one's sake; its lease's blocks go with it."""
@@ -441,12 +501,23 @@ class Scheduler:
         self.waiting.add(victim)
         self.leases.set_state(victim.lease, LeaseState.QUEUED)
         self.samples.on_lost(victim)
-        self.outbox.append(Preempted(victim.request_id, resumed=False))
+        if victim.is_stalled:
+            self.waiting.set_aside(victim)  # What it has to say is known already.
+        if victim.is_told:
+            self.outbox.append(Preempted(victim.request_id, resumed=False))
 
     def _end(
         self, request: Request, reason: FinishReason, now: float, error_code: str = "", error_message: str = ""
     ) -> None:
-        """Say the one `Done`, and leave the lease idle or closed."""
+        """Say the one `Done`, and leave the lease idle or closed; the end of a beam is the end of its group."""
+        if request.group is not None:
+            group = request.group
+            request = group.head
+            if reason is FinishReason.FAILED:
+                for member in group.members:
+                    self.kv.poison(member.lease.table)
+                    self.moves.forget(member.lease)
+            self.beams.close(group)
         assert request.status is not RequestStatus.FINISHED, f"{request} has ended already"
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)

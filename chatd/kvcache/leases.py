@@ -160,9 +160,17 @@ class LeaseTable:
 
     def share(self, lease: Lease, source: Lease, num_tokens: int) -> None:
         """Let a lease hold the blocks of another one's first tokens in place of its own; their ids begin alike."""
-        self._manager.free(lease.table)
+        self.free(lease)
         lease.table = self._manager.fork(source.table, num_tokens)
+        lease.num_clean = min(source.num_clean, num_tokens // self._manager.block_size)
         self.set_state(lease, lease.state, is_offer=False)
+
+    def become(self, lease: Lease, source: Lease) -> None:
+        """Make a lease a fork of the whole of another one: the same ids, and its blocks, shared."""
+        self.num_tokens += len(source.token_ids) - len(lease.token_ids)
+        lease.token_ids = source.token_ids[:]
+        lease.chain, lease.digests = source.chain[:], source.digests[:]
+        self.share(lease, source, len(source.token_ids))
 
     def close(self, lease: Lease) -> None:
         """Forget a lease, its ids and its claim; closing it again changes nothing."""

@@ -7,13 +7,17 @@ reuse, stale slot, second writer or early registration fails at once, in the ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from chatd.engine.beam_search import BeamSearcher, num_candidates
 from chatd.engine.core import EngineConfig, EngineCore
 from chatd.engine.cost_model import CostParameters, num_pairs
 from chatd.engine.messages import (
+    Beams,
+    BeamSequence,
     Done,
     EngineMessage,
     FrontMessage,
@@ -24,7 +28,7 @@ from chatd.engine.messages import (
     Tokens,
 )
 from chatd.engine.plan import BlockId, BlockMove, Chunk, Plan, RequestId, StepOutput
-from chatd.engine.sampling import SamplingParams
+from chatd.engine.sampling import BeamSearch, SamplingParams
 from chatd.kvcache.prefix_index import Namespace
 from chatd.kvcache.tiers import Disk
 
@@ -142,6 +146,14 @@ class ProvenanceRunner:
         """Return the token that follows a prefix."""
         return (chain >> 33) % self.vocab_size
 
+    def candidates(self, chain: int, count: int, forbidden: Collection[int] = ()) -> list[tuple[int, float]]:
+        """Return the likeliest tokens after a prefix: each has a weight that follows from the prefix and itself."""
+        weights = [1 + (extend_chain(chain, token_id) >> 40) % 1000 for token_id in range(self.vocab_size)]
+        total = sum(weights)
+        allowed = [token_id for token_id in range(self.vocab_size) if token_id not in forbidden]
+        ranked = sorted(allowed, key=lambda token_id: (-weights[token_id], token_id))
+        return [(token_id, math.log(weights[token_id] / total)) for token_id in ranked[:count]]
+
     def poison(self, block_id: int, start: int = 0) -> None:
         """Make a block's slots from offset `start` on unreadable."""
         size = self.block_size
@@ -173,9 +185,16 @@ class ProvenanceRunner:
             assert len(chunk.block_ids) == -(-end // size), f"request {chunk.request_id}'s table does not end at {end}"
             self._write(chunk, written)
         sampled: dict[RequestId, int] = {}
+        candidates: dict[RequestId, list[tuple[int, float]]] = {}
         for chunk in plan.chunks:
             chain = self._attend(chunk)
-            if chunk.sample is not None and chunk.request_id not in self.not_finite:
+            if chunk.sample is None or chunk.request_id in self.not_finite:
+                continue
+            if chunk.sample.num_candidates:
+                candidates[chunk.request_id] = self.candidates(
+                    chain, chunk.sample.num_candidates, chunk.sample.stop_token_ids
+                )
+            else:
                 sampled[chunk.request_id] = self.next_token(chain)
         rows = sum(chunk.num_tokens for chunk in plan.chunks)
         self.num_rows += rows
@@ -198,7 +217,7 @@ class ProvenanceRunner:
             for chunk in plan.chunks
             if chunk.sample is not None and chunk.request_id in self.not_finite
         }
-        return StepOutput(sampled, failed=failed, model_s=model_s, move_s=move_s)
+        return StepOutput(sampled, failed=failed, model_s=model_s, move_s=move_s, candidates=candidates)
 
     def _store(self, stores: Sequence[BlockMove]) -> None:
         size = self.block_size
@@ -275,6 +294,29 @@ class ProvenanceRunner:
         return chains[-1]
 
 
+def find_beams(
+    runner: ProvenanceRunner, prompt: Sequence[int], search: BeamSearch, params: SamplingParams, max_model_len: int
+) -> list[tuple[tuple[int, ...], float]]:
+    """Return the (ids, score) pairs that a search of the fake model finds, with no engine in between."""
+    max_length = min(params.max_tokens, max_model_len - len(prompt))
+    searcher = BeamSearcher(search, params.stop_token_ids, max_length)
+    count = num_candidates(search.width, len(params.stop_token_ids))
+    prompt_chain = chains_of(prompt)[-1]
+    answers: list[tuple[int, ...]] = [()]
+    while True:
+        options = []
+        for answer in answers:
+            chain = prompt_chain
+            for token_id in answer:
+                chain = extend_chain(chain, token_id)
+            forbidden = params.stop_token_ids if len(answer) < params.min_tokens else ()
+            options.append(runner.candidates(chain, count, forbidden))
+        children = searcher.advance(answers, options)
+        if not children:
+            return [(found.ids, float(found.score)) for found in searcher.finished[: search.num_returned]]
+        answers = [(*answers[child.parent], child.token_id) for child in children]
+
+
 def engine_config(**overrides: Any) -> EngineConfig:
     """Return a small engine's configuration: 64 blocks of 4 tokens."""
     values: dict[str, Any] = {
@@ -306,6 +348,7 @@ class EngineHarness:
         outputs: The ids of each request's answer.
         done: The end of each request that has ended.
         lost: Requests that were answered with `LeaseLost`.
+        beams: What each search found.
     """
 
     config: EngineConfig = field(default_factory=engine_config)
@@ -316,6 +359,7 @@ class EngineHarness:
     outputs: dict[int, list[int]] = field(default_factory=dict)
     done: dict[int, Done] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
+    beams: dict[int, list[BeamSequence]] = field(default_factory=dict)
     core_options: dict[str, Any] = field(default_factory=dict)
     runner_options: dict[str, Any] = field(default_factory=dict)
     make_disk: Callable[[ProvenanceRunner], Disk] | None = None
@@ -419,4 +463,7 @@ class EngineHarness:
                 self.done[message.request] = message
             elif isinstance(message, LeaseLost):
                 self.lost.add(message.request)
+            elif isinstance(message, Beams):
+                assert message.request not in self.done, f"request {message.request} finds beams after its end"
+                self.beams[message.request] = message.sequences
         return said
