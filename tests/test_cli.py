@@ -185,3 +185,44 @@ def test_a_phase_is_over_when_the_next_one_begins() -> None:
     compiling = [line for line in lines if "compiling kernels" in line]
     assert "✓" in loading[-1]
     assert "✓" not in compiling[-1]
+
+
+def test_replay_tells_what_was_decided_and_exits_with_1_where_it_differs(tmp_path: Path) -> None:
+    from chatd.engine.core import EngineCore
+    from chatd.engine.decision_log import LogReader, LogWriter
+    from chatd.engine.recording import RecordingCore
+    from chatd.testing import engine as fakes
+
+    path = tmp_path / "log"
+
+    def recording(*arguments: object, **options: object) -> EngineCore:
+        return RecordingCore(*arguments, **options, make_writer=lambda header: LogWriter(path, header, 2**20))  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fakes, "EngineCore", recording)
+        harness = fakes.EngineHarness()
+    harness.generate(7, [1, 2, 3])
+    harness.core.close()
+    done = chatd("replay", str(path), home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "acme: 1 requests, ended: 1 max_output_tokens" in done.stdout
+    explained = chatd("replay", str(path), "--explain", "7", home=tmp_path).stdout
+    assert "submitted for acme as interactive: 3 tokens after 0 of lease 7" in explained
+
+    with LogReader(path) as log:
+        header, calls = log.header, list(log.calls())
+    writer = LogWriter(path, header, 2**20)
+    for call in calls[:1] + calls[2:]:
+        writer.write(call)
+    writer.close()
+    done = chatd("replay", str(path), home=tmp_path)
+    assert done.returncode == 1
+    assert "step 1, request 7: another decision" in done.stdout
+
+
+def test_a_file_that_is_no_decision_log_exits_with_2(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("hello\n")
+    done = chatd("replay", str(tmp_path / "log"), home=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith("log is no decision log")
+    assert "Traceback" not in done.stderr

@@ -13,7 +13,7 @@ from dataclasses import replace
 import msgspec
 
 from chatd.engine.engine_config import EngineConfig
-from chatd.engine.messages import Beams, EngineMessage, FrontMessage, Submit, Tokens
+from chatd.engine.messages import Beams, EngineMessage, FrontMessage, Submit, TokenDelta, Tokens
 from chatd.engine.plan import StepOutput, TokenLogprobs
 from chatd.engine.sampling import SamplingParams
 
@@ -73,7 +73,7 @@ class TokenMask:
                 logprobs = delta.logprobs and [
                     (own, [(self._number(token_id), value) for token_id, value in top]) for own, top in delta.logprobs
                 ]
-                changed.append(msgspec.structs.replace(delta, ids=self.ids(delta.ids), logprobs=logprobs))
+                changed.append(TokenDelta(delta.request, self.ids(delta.ids), logprobs))
             return Tokens(message.step, changed)
         if isinstance(message, Beams):
             sequences = [msgspec.structs.replace(each, ids=self.ids(each.ids)) for each in message.sequences]
