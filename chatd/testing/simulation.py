@@ -9,7 +9,7 @@ import xxhash
 
 from chatd.engine.messages import RequestClass, Retain, Submit, WatchPool
 from chatd.engine.plan import RequestId
-from chatd.engine.sampling import SamplingParams
+from chatd.engine.sampling import BeamSearch, SamplingParams
 from chatd.kvcache.prefix_index import HashFunction
 from chatd.testing.witness import STOP_ID, VOCAB_SIZE, Session, Shape, Witness
 
@@ -127,11 +127,28 @@ class Simulation(Witness):
         compute_only = rng.random() < 0.1
         request_class = rng.choice(list(RequestClass))
         job = self.submit(
-            session, base_len, new_ids, params, request_class, keep_lease=keep_lease, compute_only=compute_only
+            session,
+            base_len,
+            new_ids,
+            params,
+            request_class,
+            keep_lease=keep_lease,
+            compute_only=compute_only,
+            beam=self._search() if not compute_only and rng.random() < 0.1 else None,
         )
         room = self.shape.max_sessions - len(self.sessions)
         if session.job is job and room > 0 and rng.random() < 0.15:
             self.sample(job, rng.randint(1, min(3, room)), params)
+
+    def _search(self) -> BeamSearch:
+        rng = self.rng
+        width = rng.randint(1, 3)
+        return BeamSearch(
+            width=width,
+            num_returned=rng.randint(1, width),
+            length_penalty=rng.choice((0.0, 1.0, -0.5, 2.0)),
+            early_stopping=rng.choice((True, False, "never")),
+        )
 
     def _break(self) -> None:
         dice = self.rng.random()

@@ -16,6 +16,7 @@ import xxhash
 from chatd.engine.core import Decision, EngineConfig, EngineCore, TenantLimits
 from chatd.engine.cost_model import CostParameters
 from chatd.engine.messages import (
+    Beams,
     Cancel,
     Done,
     EngineMessage,
@@ -34,12 +35,22 @@ from chatd.engine.messages import (
     Trim,
 )
 from chatd.engine.plan import BlockId, Plan, RequestId, StepOutput
-from chatd.engine.sampling import SamplingParams
+from chatd.engine.sampling import BeamSearch, SamplingParams
 from chatd.engine.transfer_costs import TransferCosts
 from chatd.kvcache.block_pool import Account
 from chatd.kvcache.prefix_index import MAX_ENTRIES_PER_KEY, HashFunction
 from chatd.testing.disk import FakeDisk
-from chatd.testing.engine import EMPTY_PREFIX, NAMESPACE, POISON, FakeClock, ProvenanceRunner, Truth, extend_chain
+from chatd.testing.engine import (
+    EMPTY_PREFIX,
+    NAMESPACE,
+    POISON,
+    FakeClock,
+    ProvenanceRunner,
+    Truth,
+    chains_of,
+    extend_chain,
+    find_beams,
+)
 
 VOCAB_SIZE = 11
 STOP_ID = 0
@@ -200,6 +211,7 @@ class Witness:
         keep_lease: bool = True,
         sample_of: RequestId | None = None,
         compute_only: bool = False,
+        beam: BeamSearch | None = None,
     ) -> Job:
         """Start a turn of an idle session; what does not fit is shortened until it does.
 
@@ -212,6 +224,7 @@ class Witness:
             keep_lease: As in `Submit`.
             compute_only: As in `Submit`.
             sample_of: A request whose prompt this may be another sample of. `sample` makes the sessions too.
+            beam: Search; what is found is compared with a search that no engine takes part in.
         """
         if base_len + len(new_ids) + 1 > self.config.max_model_len:
             base_len, new_ids = 0, new_ids[: self.shape.block_size] or [1]
@@ -228,6 +241,7 @@ class Witness:
             keep_lease,
             sample_of=sample_of,
             compute_only=compute_only,
+            beam=beam,
         )
         session.cut(base_len)
         session.extend(new_ids)
@@ -369,14 +383,14 @@ class Witness:
         ids = [chunk.request_id for chunk in plan.chunks]
         assert len(set(ids)) == len(ids), "a request has two chunks in one step"
         for chunk in plan.chunks:
-            job = self.jobs[chunk.request_id]
-            is_end = chunk.start + chunk.num_tokens == len(job.session.token_ids)
+            job = self._job_of(chunk.request_id)
+            is_end = chunk.start + chunk.num_tokens == len(self._truth(chunk.request_id).chains)
             assert (chunk.sample is not None) == (is_end and not job.submit.compute_only), (
                 f"request {chunk.request_id} samples in the middle of its prompt, or not at its end"
             )
         if self.runner.raise_next and len(ids) == 1:
             # A retry that fails as well is a failure of whoever is in it.
-            self.jobs[ids[0]].may_fail = True
+            self._job_of(ids[0]).may_fail = True
         output = self.runner.execute(plan)
         self._check_loads()
         self._tainted = [
@@ -400,9 +414,20 @@ class Witness:
                 owner = runner.tenants[block_id * size]
                 assert owner in (None, truth.tenant), f"I9: {draft.request} of {truth.tenant} loads KV of {owner}"
 
+    def _job_of(self, request_id: RequestId) -> Job:
+        """Return the job of a request, or the one for which a beam is computed."""
+        request = self.core.scheduler.requests[request_id]
+        return self.jobs[request_id if request.group is None else request.group.head.request_id]
+
     def _truth(self, request_id: RequestId) -> Truth:
-        session = self.jobs[request_id].session
-        return Truth(session.tenant or None, session.chains)
+        job = self._job_of(request_id)
+        session = job.session
+        if job.submit.beam is None:
+            return Truth(session.tenant or None, session.chains)
+        # What a beam goes on with is the engine's to say; whether that was right shows when the search is over.
+        ids = self.core.scheduler.requests[request_id].lease.token_ids
+        assert list(ids[: job.num_prompt]) == session.token_ids, f"beam {request_id} has another prompt"
+        return Truth(session.tenant or None, chains_of(ids))
 
     def _check_write(self, block_id: BlockId) -> None:
         block = self.core.pool.blocks[block_id]
@@ -426,6 +451,8 @@ class Witness:
                 assert 0 <= message.num_cached_tokens <= most, "I8: all was cached"
                 self.counts["prompt_tokens"] += message.num_prompt_tokens
                 self.counts["cached_tokens"] += message.num_cached_tokens
+            elif isinstance(message, Beams):
+                self._hear_beams(message)
             elif isinstance(message, Done):
                 self._hear_end(message)
             elif isinstance(message, PoolFrame):
@@ -460,7 +487,18 @@ class Witness:
             assert (row.tenant, row.num_active) == (account.tenant, account.num_active), "a frame's rows are wrong"
         self.counts["frames"] += 1
 
+    def _hear_beams(self, message: Beams) -> None:
+        job = self.jobs[message.request]
+        search, params, session = job.submit.beam, job.submit.params, job.session
+        assert search is not None, f"request {message.request} found beams and did not search"
+        expected = find_beams(self.runner, session.token_ids, search, params, self.config.max_model_len)
+        found = [(tuple(sequence.ids), sequence.score) for sequence in message.sequences]
+        assert found == expected, f"I20: search {message.request} found {found}, not {expected}"
+        session.extend(list(found[0][0]))
+        self.counts["searched"] += 1
+
     def _hear_end(self, done: Done) -> None:
+        assert done.request >= 0, f"the end of beam {done.request} was told"
         assert done.request not in self._ended, f"I13: request {done.request} ended twice"
         self._ended.add(done.request)
         job = self.jobs.pop(done.request)
@@ -540,5 +578,6 @@ class Witness:
     def _compare_ids(self) -> None:
         for session in self.sessions:
             lease = self.core.leases.get(session.lease)
-            if lease is not None:
+            is_searching = session.job is not None and session.job.submit.beam is not None
+            if lease is not None and not is_searching:
                 assert list(lease.token_ids) == session.token_ids, f"I25: lease {session.lease} holds other ids"

@@ -46,7 +46,7 @@ def test_every_invariant_holds_after_every_step(shape, hash_name):
     # A run in which nothing happens proves nothing.
     for what in (
         *("cached_tokens", "forked", "cancelled", "finished", "trimmed busy"),
-        *("end failed", "preempted", "evicted", "end stop", "sampled"),
+        *("end failed", "preempted", "evicted", "end stop", "sampled", "searched"),
     ):
         assert counts[what] > 10, f"{what} hardly happened: {counts}"
     if SHAPES[shape].host_slots:
