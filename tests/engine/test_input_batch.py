@@ -39,6 +39,12 @@ def test_rows_of_prefills_and_decodes_lie_in_the_order_of_the_plan():
     assert inputs.token_ids.dtype == inputs.positions.dtype == inputs.slot_mapping.dtype == torch.int64
 
 
+def test_slots_of_a_large_pool_have_more_than_32_bits():
+    block_id = 2**31 - 1
+    inputs = batch().build(plan(Chunk(1, 15, [5, 6], [block_id - 1, block_id], SAMPLE)))
+    assert inputs.slot_mapping.tolist() == [block_id * 16 - 1, block_id * 16]
+
+
 def test_a_plan_of_another_block_size_is_a_fault():
     with pytest.raises(AssertionError, match="a plan of 32-token blocks"):
         batch().build(Plan(0, (Chunk(1, 0, [1], [0], None),), (), 32))

@@ -138,6 +138,16 @@ def test_a_floor_protects_against_other_tenants():
     assert p.pool.allocate(blue, 1) is None
 
 
+def test_a_tenant_at_its_floor_is_passed_over_though_it_is_most_over_its_share():
+    p = Pool(8, acme=(0.5, 4), blue=(1.0, 0), crow=(1.0, 0))
+    p.cache_chain("acme", 4)
+    p.cache_chain("blue", 3)
+    crow = p.pool.account("crow")
+    assert p.pool.available(crow) == 4
+    assert len(p.pool.allocate(crow, 4)) == 4
+    assert (len(cached(p.pool, "acme")), len(cached(p.pool, "blue"))) == (4, 0)
+
+
 def test_a_floor_does_not_protect_a_tenant_against_itself():
     p = Pool(6, acme=(1.0, 4))
     p.cache_chain("acme", 6)

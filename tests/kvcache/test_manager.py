@@ -241,6 +241,7 @@ def test_trim_gives_back_what_is_behind_it_and_trimming_twice_changes_nothing(kv
 def test_free_is_idempotent(kv):
     table = compute(kv, ids_of(13))
     kv.free(table)
+    assert table.block_ids == []
     kv.free(table)
     assert (kv.pool.num_active, kv.pool.num_cached) == (0, 3)
 

@@ -96,6 +96,16 @@ def test_the_ninth_content_of_one_key_is_not_registered():
     assert index.find(acme, None, tokens(3, 0)) is None
 
 
+@pytest.mark.default_hash
+def test_one_content_in_many_namespaces_leaves_room_for_each():
+    # Of one key there are eight entries at most; tenants with the same system prompt must not share one.
+    index = PrefixIndex()
+    tenants = [index.namespace_id(Namespace(*BASE, f"tenant {number}")) for number in range(20)]
+    entries = [index.add(tenant, None, tokens(1, 2), BlockId(i)) for i, tenant in enumerate(tenants)]
+    assert None not in entries
+    assert [index.find(tenant, None, tokens(1, 2)) for tenant in tenants] == entries
+
+
 def test_two_contents_that_collide_stay_apart_and_both_stay():
     index = PrefixIndex(lambda data: data[-1:])
     acme = index.namespace_id(Namespace(*BASE, "acme"))
