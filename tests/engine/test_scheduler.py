@@ -189,6 +189,22 @@ def test_backlogged_tenants_get_service_by_weight(weight):
     assert max(gaps[30:]) <= bound
 
 
+def test_an_answers_tokens_are_service_as_a_prompts_are():
+    # acme has short prompts and long answers, blue the other way round; where answers cost nothing, acme takes all.
+    engine = harness(num_blocks=400, max_num_batched_tokens=16, max_num_seqs=12)
+    for request in range(160):
+        tenant, length, max_tokens = (("acme", 4, 8), ("blue", 19, 1))[request % 2]
+        engine.submit(request, prompt(length, request), tenant=tenant, params=sampling_params(max_tokens))
+    counts = engine.core.scheduler.counts
+    gaps = []
+    for _ in range(60):
+        engine.step()
+        served = [counts[name].prompt_tokens + 2 * counts[name].output_tokens for name in ("acme", "blue")]
+        gaps.append(abs(served[0] - served[1]))
+    assert all(any(r.tenant == name for r in engine.core.scheduler.waiting) for name in ("acme", "blue"))
+    assert max(gaps) <= 2 * (4 + 2 * 8)
+
+
 def test_a_flooding_tenant_does_not_hold_up_another_ones_first_token():
     def steps_to_first_token(flood):
         engine = harness(num_blocks=256, max_num_batched_tokens=32, max_num_seqs=8)
