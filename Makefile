@@ -8,7 +8,7 @@ MODEL  := smollm2-135m
 # Threads of a pool that spin while they wait make a shared machine ten times slower; torch reads this when it loads.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: chat test night lint model bench clean help
+.PHONY: chat test faults night lint model bench clean help
 
 help: ## Say what there is to make
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -22,7 +22,10 @@ test: $(VENV)/dev.stamp model ## Install what the tests need and run all of them
 	$(BIN)/python -m pytest -m "not night and not default_hash" -p chatd.testing.constant_hash \
 		tests/kvcache tests/sessions tests/engine --ignore tests/engine/test_simulation.py
 
-night: $(VENV)/dev.stamp model ## The same checks, for hours
+faults: $(VENV)/dev.stamp ## Break the source in many ways, and see each caught by a test
+	$(BIN)/python tests/faults/fault_runner.py
+
+night: $(VENV)/dev.stamp model faults ## The same checks, for hours
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/dev.stamp ## Linters, types and the layers of the imports
