@@ -160,7 +160,9 @@ def test_blocks_that_are_held_count_towards_the_floor():
     p = Pool(6, acme=(1.0, 3), blue=(1.0, 0))
     p.hold_chain("acme", 3)
     p.cache_chain("acme", 3)
-    assert len(p.pool.allocate(p.pool.account("blue"), 3)) == 3
+    blue = p.pool.account("blue")
+    assert p.pool.available(blue) == 3
+    assert len(p.pool.allocate(blue, 3)) == 3
 
 
 def test_public_blocks_are_charged_to_nobody_and_go_last():
