@@ -94,9 +94,8 @@ class Admission:
             if computed:
                 self._kv.allocate_slots(table, start, computed)
             return Draft(request, Allocation(table, len(table.block_ids)), start, 0, is_decode=False)
-        if self._moves.is_coming(request, start):
+        if self._moves.must_wait(request, start):
             self._leases.set_state(request.lease, LeaseState.QUEUED, is_offer=False)
-            request.why = WaitReason.RESTORE
             return None
         loads = self._moves.take_loads(request, start, room)
         num_tokens = len(loads) * self._config.block_size or self._moves.rows_of(request, start, room, most)

@@ -12,8 +12,10 @@ from collections.abc import Iterable, Sequence
 from chatd.engine.cost_model import CostModel, StepRoom, num_pairs
 from chatd.engine.draft import Draft
 from chatd.engine.engine_config import EngineConfig
+from chatd.engine.fairness import WaitingRequests
+from chatd.engine.messages import WaitReason
 from chatd.engine.plan import BlockMove
-from chatd.engine.request import Request
+from chatd.engine.request import Request, RequestStatus
 from chatd.kvcache.block import BlockId
 from chatd.kvcache.digests import Digester
 from chatd.kvcache.leases import Lease, LeaseState, LeaseTable
@@ -42,20 +44,28 @@ class BlockMoves:
         config: The engine core's.
         kv: Block tables.
         leases: Of the same manager.
+        waiting: Where a request is set aside while the disk reads for it.
         tiers: Below the pool.
         cost: What computing takes.
 
     Attributes:
-        is_waiting: Somebody could not be placed in this plan because the disk is on it.
+        is_waiting: A running request could not be placed in this plan because the disk reads for it.
     """
 
     def __init__(
-        self, config: EngineConfig, kv: KVCacheManager, leases: LeaseTable, tiers: Tiers, cost: CostModel
+        self,
+        config: EngineConfig,
+        kv: KVCacheManager,
+        leases: LeaseTable,
+        waiting: WaitingRequests,
+        tiers: Tiers,
+        cost: CostModel,
     ) -> None:
         self.tiers = tiers
         self._config = config
         self._kv = kv
         self._leases = leases
+        self._waiting = waiting
         self._cost = cost
         self._digester = Digester(config.digest_key, config.namespace, config.block_size)
         self._stores: list[tuple[BlockMove, HostBlock]] = []
@@ -63,8 +73,15 @@ class BlockMoves:
         self._credit_s = 0.0
         self._full_at: tuple[int, int] | None = None
         self.is_waiting = False
+        # By request that was set aside, what the disk was reading for it then.
+        self._restoring: dict[Request, list[bytes]] = {}
         if self.is_on:
             leases.is_below = self._is_below
+
+    @property
+    def num_restoring(self) -> int:
+        """Requests that are set aside until the disk has read for them."""
+        return len(self._restoring)
 
     @property
     def is_on(self) -> bool:
@@ -88,6 +105,14 @@ class BlockMoves:
         self.is_waiting = False
         self.tiers.poll()
         self.tiers.write_out()
+        for request in list(self._restoring):
+            digests = self._restoring[request]
+            while digests and not self.tiers.is_coming(digests[-1]):
+                digests.pop()
+            if not digests:
+                del self._restoring[request]
+                if self._waiting.is_aside(request):
+                    self._waiting.put_back(request)
 
     def commit(self, drafts: Iterable[Draft]) -> None:
         """Let what was stored be found, and let go of what was loaded."""
@@ -115,25 +140,40 @@ class BlockMoves:
 
     # Coming back.
 
-    def is_coming(self, request: Request, start: int) -> bool:
-        """Ask the disk for what goes on at `start`; True while any of it is on its way, so that waiting helps."""
+    def must_wait(self, request: Request, start: int) -> bool:
+        """Ask the disk for what goes on at `start`; True while it reads any of that, so that waiting spares computing.
+
+        A request that waits for admission is set aside meanwhile, and stands in nobody's way.
+        """
         if start % self._config.block_size or self.tiers.is_empty or self.tiers.disk is None:
             return False
         # What has come already must not be given up for what comes after it.
         ready: list[HostBlock] = []
-        is_coming = False
+        coming: list[bytes] = []
+        is_busy = False
         for place in range(start // self._config.block_size, self._num_loadable(request.lease)):
             block = self._find(request.lease, place)
             if block is not None:
                 self.tiers.pin(block)
                 ready.append(block)
-            elif self._fetch(request, place):
-                is_coming = True
-            else:
+                continue
+            digest = self._find_on_disk(request, place)
+            if digest is None:
                 break
+            if not self.tiers.is_coming(digest) and not self._fetch(request, place, digest):
+                is_busy = self.tiers.is_reading
+                break
+            coming.append(digest)
         self.release(ready)
-        self.is_waiting |= is_coming
-        return is_coming
+        if not coming and (ready or not is_busy):
+            return False
+        if request.status is RequestStatus.WAITING:
+            self._restoring[request] = coming
+            request.why = WaitReason.RESTORE
+            self._waiting.set_aside(request)
+        else:
+            self.is_waiting = True
+        return True
 
     def take_loads(self, request: Request, start: int, room: StepRoom) -> list[HostBlock]:
         """Return the blocks, now pinned, that go on at `start` and that the step has room to load."""
@@ -270,21 +310,31 @@ class BlockMoves:
                 return block
         return None
 
-    def _fetch(self, request: Request, place: int) -> bool:
-        """Ask the disk for a block, if that was not done before; return whether it is on its way."""
-        lease = request.lease
-        for tenant, digest in self._names(lease, place):
+    def _find_on_disk(self, request: Request, place: int) -> bytes | None:
+        """Return the name of a block that the disk reads already, or would read for this request."""
+        for _, digest in self._names(request.lease, place):
             if self.tiers.is_coming(digest):
-                return True
+                return digest
             # What was fetched for this request and is gone again would be gone the next time as well.
-            if place >= request.num_fetched_blocks and self.tiers.is_on_disk(digest):
-                origin = self._digester.origin(tenant, lease.chain, lease.token_ids, place)
-                if not self.tiers.fetch(digest, origin, tenant, lease.lease_id):
-                    return False
-                request.num_fetched_blocks = place + 1
-                request.has_loaded = True
-                return True
-        return False
+            if place >= request.num_fetched_blocks and self.tiers.is_on_disk(digest) and self._is_worth_reading:
+                return digest
+        return None
+
+    def _fetch(self, request: Request, place: int, digest: bytes) -> bool:
+        lease = request.lease
+        tenant = lease.tenant if digest == lease.digests[place] else None
+        origin = self._digester.origin(tenant, lease.chain, lease.token_ids, place)
+        if not self.tiers.fetch(digest, origin, tenant, lease.lease_id):
+            return False
+        request.num_fetched_blocks = place + 1
+        request.has_loaded = True
+        return True
+
+    @property
+    def _is_worth_reading(self) -> bool:
+        """Whether the disk reads a block sooner than it is computed."""
+        size = self._config.block_size
+        return self._config.transfer_costs.disk_in_s_per_block <= self._compute_s(0, size)
 
     def _is_below(self, lease: Lease, place: int) -> bool:
         _, digest = self._name_in_pool(lease, place)

@@ -93,7 +93,7 @@ class Scheduler:
         self.waiting = WaitingRequests(config.cost.per_row_s)
         self.samples = Samples(leases, self.waiting)
         self.beams = Beams(leases, self.requests, self.running, self.waiting)
-        self.moves = BlockMoves(config, kv, leases, tiers, self.cost)
+        self.moves = BlockMoves(config, kv, leases, self.waiting, tiers, self.cost)
         self.admission = Admission(
             config, kv, leases, self.counters, self.moves, self.running, self.beams, self._preempt
         )
@@ -291,7 +291,7 @@ class Scheduler:
 
     def _place_prefill(self, request: Request, room: StepRoom, most: int | None) -> None:
         start = request.num_computed_tokens
-        if self.moves.is_coming(request, start):
+        if self.moves.must_wait(request, start):
             return
         loads = self.moves.take_loads(request, start, room)
         num_tokens = len(loads) * self.config.block_size or self.moves.rows_of(request, start, room, most)
@@ -317,7 +317,7 @@ class Scheduler:
                 if draft.num_rows:
                     room.take(draft.start, draft.num_rows)
                 order.serve(request, draft.num_rows)
-            else:
+            elif not self.waiting.is_aside(request):
                 is_waiting = request.status is not RequestStatus.FINISHED
                 if is_waiting and request.why is WaitReason.NO_BLOCKS and self.admission.is_under_block_share(request):
                     order.close()
@@ -388,8 +388,10 @@ class Scheduler:
             self._preempted_now.clear()
             room = StepRoom(self.cost.parameters, self.config.max_num_batched_tokens, math.inf, least=1)
             request.retry_at = (-1, -1)
-            if self._admit(request, room, None, now) or self.moves.is_waiting:
+            if self._admit(request, room, None, now):
                 return
+            if self.waiting.is_aside(request):
+                continue
             if is_lone and request.status is RequestStatus.WAITING:
                 self._end(request, FinishReason.KV_EXHAUSTED, now)
 

@@ -163,6 +163,11 @@ class Tiers:
         """The disk writes or reads, or could write more."""
         return bool(self._writing or self._reading or (self._unwritten and not self._is_refused))
 
+    @property
+    def is_reading(self) -> bool:
+        """The disk fills slots."""
+        return bool(self._reading)
+
     def get(self, digest: bytes) -> HostBlock | None:
         """Return a block that is ready in the host, or None."""
         block = self._blocks.get(digest)

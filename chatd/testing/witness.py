@@ -353,7 +353,7 @@ class Witness:
             assert account.num_resident >= least, f"{account.tenant} was taken below its floor by others"
         if waited and not ran:
             moved = self._plan is not None or any(isinstance(message, Done) for message in said)
-            moved |= core.scheduler.moves.is_waiting
+            moved |= core.scheduler.moves.num_restoring > 0
             assert moved, "I14: work waits, nothing runs, and the step did nothing"
         if not core.has_work:
             said += core.idle(self.clock.now)

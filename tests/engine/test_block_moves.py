@@ -1,8 +1,10 @@
 """Sessions that come back from below the pool: the same answer, and no more computed than has to be."""
 
+import dataclasses
+
 import pytest
 
-from chatd.engine.messages import LeaseTier, Preempted, Tier, Waiting, WaitReason, WatchPool
+from chatd.engine.messages import Cancel, LeaseTier, Preempted, Tier, Waiting, WaitReason, WatchPool
 from chatd.engine.transfer_costs import TransferCosts
 from chatd.testing.disk import FakeDisk
 from chatd.testing.engine import EngineHarness, engine_config, sampling_params
@@ -238,14 +240,38 @@ def test_while_the_disk_reads_the_request_holds_nothing_and_says_why_it_waits():
     assert e.done[4].num_cached_tokens == 28
 
 
-def test_others_are_answered_while_the_disk_reads():
+@pytest.mark.parametrize("tenant", ["acme", "blue"])
+def test_others_are_answered_while_the_disk_reads(tenant):
     e, disk = on_disk()
     disk.latency = 5
     e.submit(4, [5], lease=1, base_len=29)
-    e.submit(5, prompt(5, 6), tenant="blue")
+    e.submit(5, prompt(5, 6), tenant=tenant)
     e.step(3)
     assert e.outputs[5]
+    assert 4 not in e.outputs
     e.run()
+
+
+def test_a_request_that_is_cancelled_while_the_disk_reads_leaves_nothing_behind():
+    e, disk = on_disk()
+    disk.latency = 5
+    e.submit(4, [5], lease=1, base_len=29)
+    e.step()
+    e.send(Cancel(4))
+    e.settle()
+    assert e.core.scheduler.moves.num_restoring == 0
+    computed, loaded, _ = come_back(e, 1)
+    assert loaded > 0
+    assert computed <= 4
+
+
+def test_what_the_disk_reads_slower_than_it_is_computed_is_computed():
+    e, disk = on_disk()
+    slow = TransferCosts(1e-6, 1e-6, 1e-6, 1e-6, 1e-6, 10.0)
+    e.core.scheduler.moves._config = dataclasses.replace(e.config, transfer_costs=slow)
+    _, loaded, _ = come_back(e, 1)
+    assert loaded == 0
+    assert disk.reads == []
 
 
 @pytest.mark.parametrize("fault", ["damaged", "fails_reads"])
@@ -377,3 +403,17 @@ def test_a_lease_says_when_it_is_back_on_the_device():
     come_back(e, 1)
     told = [m for m in e.messages if isinstance(m, LeaseTier) and m.lease == 1]
     assert (told[-1].tier, told[-1].why) == (Tier.DEVICE, "used")
+
+
+def test_who_finds_the_disk_busy_waits_for_its_turn(monkeypatch):
+    monkeypatch.setattr("chatd.kvcache.tiers.MAX_READS", 2)
+    e, disk = on_disk()
+    e.generate(6, prompt(6, 21), lease=6, tenant="blue")
+    e.settle()
+    fill(e, 7)
+    fill(e, 8)
+    disk.latency = 3
+    e.submit(4, [5], lease=1, base_len=29)
+    e.submit(9, [5], lease=6, base_len=29, tenant="blue")
+    e.run()
+    assert e.done[4].num_cached_tokens == e.done[9].num_cached_tokens == 28
