@@ -15,10 +15,10 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -33,6 +33,7 @@ ENV_NESTED = "__"
 CLIENT_VARIABLES = frozenset({"CHATD_CONFIG", "CHATD_URL", "CHATD_KEY"})
 DEFAULT_PORT = 8790
 BUILT_IN_MODEL = "smollm2-135m"
+MAX_PUBLIC_PROMPTS = 64
 _HOST_NAME = re.compile(r"[0-9A-Za-z_-]+(\.[0-9A-Za-z_-]+)*\.?")
 _BYTE_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -191,6 +192,21 @@ class TenantSettings(_Section):
     floor: float = Field(0.0, ge=0, le=0.5, description="Part of the pool that no other tenant can take.")
 
 
+class PublicPromptSettings(_Section):
+    """A system prompt that is computed once for all tenants; see operating.md."""
+
+    text: str | None = Field(None, min_length=1, description="The system prompt, exactly as sessions give it.")
+    file: Path | None = Field(
+        None, description="A file with it, in UTF-8; one line end at its end does not belong to it."
+    )
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if (self.text is None) == (self.file is None):
+            raise ValueError("a public prompt has either text or file")
+        return self
+
+
 class LogSettings(_Section):
     """What is written to stderr."""
 
@@ -215,6 +231,9 @@ class Settings(BaseSettings):
     sessions: SessionSettings = SessionSettings()
     quotas: QuotaSettings = QuotaSettings()
     tenants: dict[str, TenantSettings] = Field({}, description="Shares by tenant name; others get the defaults.")
+    public_prompts: dict[str, PublicPromptSettings] = Field(
+        {}, max_length=MAX_PUBLIC_PROMPTS, description="System prompts by name."
+    )
     log: LogSettings = LogSettings()
 
     @classmethod
@@ -489,8 +508,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         for name in names or ()
     }
     for name in ours:
-        is_tenant = name.startswith(f"{ENV_PREFIX}TENANTS")
-        if name not in CLIENT_VARIABLES and name.upper() not in known and not is_tenant:
+        is_free = name.startswith(tuple(f"{ENV_PREFIX}{section.upper()}" for section in _free_sections()))
+        if name not in CLIENT_VARIABLES and name.upper() not in known and not is_free:
             raise ConfigError(f"{name} is not a setting{_nearest(name, known | CLIENT_VARIABLES)}", param=name)
     source = _Environment(Settings, {name: value for name, value in ours.items() if name not in CLIENT_VARIABLES})
     return source()
@@ -519,10 +538,19 @@ def _overlay(target: dict[str, Any], values: Mapping[str, Any], source: str, sou
 
 
 def _known_names() -> dict[str, list[str] | None]:
-    """Return the names in each section; None where names are free (tenants)."""
+    """Return the names in each section; None where it holds tables of free names."""
     return {
         section: list(field.annotation.model_fields) if _is_section(field.annotation) else None
         for section, field in Settings.model_fields.items()
+    }
+
+
+def _free_sections() -> dict[str, list[str]]:
+    """Return the names in each table of a section that holds tables of free names, as those of tenants."""
+    return {
+        section: list(typing.get_args(field.annotation)[1].model_fields)
+        for section, field in Settings.model_fields.items()
+        if not _is_section(field.annotation)
     }
 
 
@@ -538,9 +566,9 @@ def _refuse_unknown(values: Mapping[str, Any], sources: Mapping[str, str]) -> No
         names = sections[section]
         tables = {section: inner}
         if names is None:
-            tables = {f"{section}.{tenant}": fields for tenant, fields in _table(section, inner).items()}
+            tables = {f"{section}.{name}": fields for name, fields in _table(section, inner).items()}
         for where, table in tables.items():
-            allowed = names or list(TenantSettings.model_fields)
+            allowed = names or _free_sections()[section]
             for name in _table(where, table):
                 if name not in allowed:
                     dotted = f"{where}.{name}"

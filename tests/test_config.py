@@ -1,5 +1,6 @@
 """Settings come from a file, the environment and flags, in that order, and say so."""
 
+import typing
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,11 @@ def test_a_flag_that_was_not_given_changes_nothing() -> None:
         ("[tenants]\nacme = 1", "1 is no value for tenants.acme, which is a table"),
         ("[server]\nport = 70000", r"70000 is no value for server.port \(from .*\)"),
         ("[server]\nport = ", "is not TOML"),
+        ("[public_prompts.a]\ntxt = 'x'", r"public_prompts.a.txt .* did you mean text\?"),
+        ("[public_prompts]\na = 'x'", "'x' is no value for public_prompts.a, which is a table"),
+        ("[public_prompts.a]\n", r"a public prompt has either text or file"),
+        ("[public_prompts.a]\ntext = 'x'\nfile = 'y'", r"a public prompt has either text or file"),
+        ("[public_prompts.a]\ntext = ''", r"is no value for public_prompts.a.text"),
         ("[tenants.acme]\nweight = 0", r"0 is no value for tenants.acme.weight"),
     ],
 )
@@ -117,10 +123,20 @@ def test_a_text_that_is_no_size_is_refused(text: str) -> None:
         parse_bytes(text, param="engine.kv_memory")
 
 
+def test_a_public_prompt_can_come_from_the_environment() -> None:
+    loaded = load_settings(environment={"CHATD_PUBLIC_PROMPTS__SHOP__TEXT": "You help."})
+    assert loaded.settings.public_prompts["shop"].text == "You help."
+    assert loaded.sources == {"public_prompts.shop.text": "environment"}
+
+
 def test_the_docs_name_every_setting_with_its_meaning() -> None:
     page = (Path(__file__).parent.parent / "docs" / "configuration.md").read_text()
-    for field in Settings.model_fields.values():
-        for name, setting in getattr(field.annotation, "model_fields", {}).items():
+    for section, field in Settings.model_fields.items():
+        table = field.annotation
+        if not hasattr(table, "model_fields"):
+            table = typing.get_args(table)[1]
+            assert f"## [{section}.NAME]" in page
+        for name, setting in table.model_fields.items():
             assert f"| `{name}` |" in page
             assert str(setting.description) in page
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from openai import OpenAI
@@ -21,6 +22,7 @@ from chatd.client import Client
 from chatd.errors import ChatdError
 from chatd.local_daemon import LocalDaemon, readiness
 from chatd.protocol import OutputTextDelta, Params, ResponseCompleted
+from chatd.tenants.keys import create_key
 
 pytestmark = pytest.mark.model
 
@@ -177,3 +179,43 @@ def test_chat_in_a_real_terminal(tmp_path: Path) -> None:
         assert readiness(f"http://127.0.0.1:{port}") is None
     finally:
         subprocess.run([*tmux, "kill-server"], check=False, capture_output=True)
+
+
+def test_two_tenants_find_a_public_prompt_at_their_first_turn(tmp_path: Path) -> None:
+    prompt = "You help the customers of a small shop for bicycles. Be brief, friendly and honest. " * 6
+    config, keys_file = tmp_path / "chatd.toml", tmp_path / "keys.json"
+    (tmp_path / "shop.txt").write_text(prompt.strip() + "\n")
+    config.write_text(f'[public_prompts.shop]\nfile = "{tmp_path / "shop.txt"}"\n')
+    keys = [create_key(keys_file, tenant=name, user="u", operator=name == "acme") for name in ("acme", "zeta")]
+    address = f"http://127.0.0.1:{free_port()}"
+    port = address.rpartition(":")[2]
+    command = [sys.executable, "-m", "chatd.cli", "serve", "--config", str(config), "--keys-file", str(keys_file)]
+
+    def gauge(name: str) -> float:
+        headers = {"Authorization": f"Bearer {keys[0]}"}
+        text = httpx.get(f"{address}/metrics", headers=headers).text
+        return float(re.search(rf"^{name} (.+)$", text, re.M).group(1))
+
+    async def first_turn(key: str, system: str) -> int:
+        async with Client.connect(address, key=key) as client:
+            session = await client.create_session(system=system, params=Params(temperature=0.0, max_tokens=4))
+            turn = session.say("Do you sell tires?")
+            async for _ in turn:
+                pass
+            return turn.usage.cached_tokens
+
+    with (
+        (tmp_path / "serve.log").open("w+") as log,
+        subprocess.Popen([*command, "--port", port, "--kv-memory", "128MiB"], stdout=log, stderr=log) as daemon,
+    ):
+        try:
+            wait_until(lambda: (readiness(address) or {}).get("status") == "ready", timeout_s=120)
+            wait_until(lambda: gauge("chatd_public_prompts_computed") == 1)
+            num_tokens = gauge("chatd_public_prompt_tokens")
+            assert num_tokens > 64
+            assert [asyncio.run(first_turn(key, prompt.strip())) for key in keys] == [num_tokens] * 2
+            assert asyncio.run(first_turn(keys[1], "Be rude. " + prompt)) == 0
+            log.seek(0)
+            assert f"1 public prompt of {num_tokens:.0f} tokens" in log.read()
+        finally:
+            daemon.terminate()

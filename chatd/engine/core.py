@@ -21,6 +21,7 @@ from chatd.engine.draft import Decision as Decision
 from chatd.engine.engine_config import EngineConfig as EngineConfig
 from chatd.engine.engine_config import TenantLimits as TenantLimits
 from chatd.engine.messages import (
+    PUBLIC_TENANT,
     Cancel,
     Done,
     EngineMessage,
@@ -57,9 +58,6 @@ from chatd.kvcache.leases import Lease, LeaseState, LeaseTable
 from chatd.kvcache.manager import KVCacheManager
 from chatd.kvcache.prefix_index import MAX_ENTRIES_PER_KEY, HashFunction, PrefixIndex
 from chatd.kvcache.tiers import Disk, Tiers
-
-PUBLIC_TENANT = ""
-"""As `Submit.tenant`: a system request, whose blocks every tenant may reuse. No key belongs to it."""
 
 _NO_TIME = RequestTimings(0.0, 0.0, 0.0, 0, 0)
 _CHECKED = object()

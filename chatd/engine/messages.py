@@ -16,6 +16,8 @@ from chatd.engine.sampling import BeamSearch, SamplingParams
 
 LeaseId = NewType("LeaseId", int)
 
+PUBLIC_TENANT = ""
+"""As `Submit.tenant`: a system request, whose blocks every tenant may reuse. No key belongs to it."""
 LENGTH_PREFIX_BYTES = 4
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 

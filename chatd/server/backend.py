@@ -17,11 +17,11 @@ from chatd.config import Settings, cache_dir, parse_bytes
 from chatd.engine.client import EngineClient
 from chatd.engine.messages import Ready
 from chatd.engine.options import EngineOptions, TenantShare
-from chatd.errors import StartupError
+from chatd.errors import ConfigError, StartupError
 from chatd.server.daemon import Daemon
 from chatd.server.logging import get_logger
 from chatd.sessions.limits import SessionLimits
-from chatd.sessions.manager import SessionManager
+from chatd.sessions.manager import PublicPrompt, SessionManager
 from chatd.sessions.model_profile import ModelProfile
 from chatd.sessions.prompt_encoder import PromptEncoder
 from chatd.sessions.template import ChatTemplate
@@ -99,6 +99,7 @@ class Backend:
         """
         daemon, settings = self._daemon, self._settings
         options_of = engine_options(settings)
+        prompts = await asyncio.to_thread(public_prompts, settings)
         files = await _in_daemon_thread(lambda: self._resolve(settings.model.name, daemon.report))
         engine = self._engine = self._make_engine(options_of(files))
         daemon.report("starting the engine", 0.0)
@@ -122,8 +123,9 @@ class Backend:
             engine, encoder, profile, session_limits(settings), vocabulary=tokenizer, boot=daemon.boot
         )
         self._running = asyncio.create_task(manager.run(), name="sessions")
+        shared = await manager.share_prompts(prompts)
         daemon.open(manager, engine)
-        for line in describe(ready, encoder):
+        for line in (*describe(ready, encoder), *shared):
             logger.info("engine.note", note=line)
         return ready
 
@@ -220,6 +222,33 @@ def engine_options(settings: Settings) -> Callable[[ModelFiles], EngineOptions]:
         )
 
     return options
+
+
+def public_prompts(settings: Settings) -> list[PublicPrompt]:
+    """Read the system prompts that all tenants share; opens files.
+
+    Raises:
+        ConfigError: A file cannot be read, or a prompt is too large or empty.
+    """
+    prompts = []
+    limit = settings.sessions.max_content_bytes
+    for name, prompt in settings.public_prompts.items():
+        param = f"public_prompts.{name}"
+        text = prompt.text or ""
+        if prompt.file is not None:
+            try:
+                with prompt.file.expanduser().open("rb") as file:
+                    data = file.read(limit + 3)
+                text = data.decode() if len(data) < limit + 3 else ""
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{prompt.file} cannot be read: {error}", param=param) from None
+            text = text.removesuffix("\n").removesuffix("\r")
+            if not data.strip():
+                raise ConfigError(f"{prompt.file} is empty, and a public prompt has a text", param=param)
+        if not text or len(text.encode()) > limit:
+            raise ConfigError(f"{param} is above {limit} bytes (sessions.max_content_bytes)", param=param)
+        prompts.append(PublicPrompt(name, text))
+    return prompts
 
 
 def session_limits(settings: Settings) -> SessionLimits:

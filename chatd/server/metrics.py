@@ -161,6 +161,10 @@ class _Scrape(Collector):
             return
         yield _gauge("chatd_sessions", "Sessions, those of stateless requests included.", len(manager.lease_sessions))
         yield _gauge("chatd_turns_in_flight", "Answers in progress.", manager.num_in_flight)
+        public = manager.public_prompts
+        yield _gauge("chatd_public_prompts", "System prompts that all tenants share.", len(public))
+        yield _gauge("chatd_public_prompts_computed", "Of those, the ones whose KV is there.", public.num_computed)
+        yield _gauge("chatd_public_prompt_tokens", "Tokens that they begin with.", public.num_tokens)
         stats = manager.stats
         yield _counter("chatd_output_deltas", "Pieces of text sent on.", stats.deltas)
         yield _counter("chatd_lease_misses", "Conversations sent to the engine again as a whole.", stats.lease_misses)

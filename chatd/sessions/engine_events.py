@@ -29,6 +29,7 @@ from chatd.errors import EngineError
 from chatd.protocol import ResponsePreempted, ResponsePrefill, ResponseQueued, ResponseResumed, SessionTier
 from chatd.sessions.conversation import Owner
 from chatd.sessions.engine_requests import EngineRequests
+from chatd.sessions.public_prompts import PublicPrompts
 from chatd.sessions.session import Session
 from chatd.sessions.turns import TurnRunner
 
@@ -71,14 +72,22 @@ class EngineEvents:
         runner: Runs the turns.
         requests: Says which turn a request is of.
         by_lease: Every session, hidden ones too, by its lease; read at each message.
+        public: Prompts that are computed by an engine that knows nothing yet.
     """
 
-    def __init__(self, runner: TurnRunner, requests: EngineRequests, by_lease: Mapping[LeaseId, Session]) -> None:
+    def __init__(
+        self,
+        runner: TurnRunner,
+        requests: EngineRequests,
+        by_lease: Mapping[LeaseId, Session],
+        public: PublicPrompts,
+    ) -> None:
         self.engine_stats: EngineStats | None = None
         self.lease_sessions = LeaseSessions(by_lease)
         self._runner = runner
         self._requests = requests
         self._by_lease = by_lease
+        self._public = public
         self._pool_listeners: list[PoolListener] = []
 
     def add_pool_listener(self, listener: PoolListener) -> Callable[[], None]:
@@ -159,6 +168,7 @@ class EngineEvents:
                 self.engine_stats = message
             case Ready():
                 self._runner.on_ready(message)
+                self._public.compute()
             case EngineDied():
                 self._on_died(message)
             case _:
@@ -204,6 +214,8 @@ class EngineEvents:
         session = self._by_lease.get(message.lease)
         if session is not None:
             self._set_tier(session, message.tier, message.why)
+        else:
+            self._public.on_tier(message)
 
     def _set_tier(self, session: Session, tier: Tier, why: str) -> None:
         if session.latest.tier is not tier:

@@ -47,7 +47,8 @@ from chatd.sessions.limits import SessionLimits
 from chatd.sessions.model_profile import ModelProfile, draw_seed
 from chatd.sessions.native import NativeDoor
 from chatd.sessions.ports import ChatEncoder, EngineGateway, Vocabulary
-from chatd.sessions.session import Session
+from chatd.sessions.public_prompts import PublicPrompt, PublicPrompts
+from chatd.sessions.session import Session, date_of
 from chatd.sessions.stateless import StatelessDoor
 from chatd.sessions.stats import SessionStats, TurnObserver
 from chatd.sessions.store import SessionStore
@@ -62,6 +63,7 @@ __all__ = [
     "LeaseSessions",
     "ModelProfile",
     "Owner",
+    "PublicPrompt",
     "Session",
     "SessionLimits",
     "SessionManager",
@@ -128,7 +130,15 @@ class SessionManager:
             self._runner, self._requests, self._store, self._attachments, limits, new_id=new_id, clock=clock
         )
         self._door = StatelessDoor(self._runner, self._requests, self._store, limits, self.stats)
-        self._events = EngineEvents(self._runner, self._requests, self._store.by_lease)
+        self.public_prompts = PublicPrompts(
+            encoder,
+            self._requests,
+            lambda: self.model,
+            self._store.new_lease,
+            today=lambda: date_of(clock()),
+            monotonic=monotonic,
+        )
+        self._events = EngineEvents(self._runner, self._requests, self._store.by_lease, self.public_prompts)
         self._clock = clock
         if engine.ready is not None:
             self._runner.on_ready(engine.ready)
@@ -167,6 +177,14 @@ class SessionManager:
     def on_engine_messages(self, batch: Sequence[EngineEvent]) -> None:
         """Take in what one read brought."""
         self._events.take(batch)
+
+    async def share_prompts(self, prompts: Sequence[PublicPrompt]) -> builtins.list[str]:
+        """Have system prompts computed for all tenants; return what a person at the terminal should know.
+
+        Raises:
+            ConfigError: A prompt cannot be shared.
+        """
+        return await self.public_prompts.share(prompts)
 
     @property
     def engine_stats(self) -> EngineStats | None:
@@ -419,6 +437,7 @@ class SessionManager:
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             self.sweep()
+            await self.public_prompts.renew()
 
 
 async def _wait_for_ends(turns: Sequence[Turn], timeout_s: float) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from sys import getsizeof
 
 import msgspec
@@ -115,7 +115,7 @@ class Session:
         self.params = Params()
         self.metadata: dict[str, str] = {}
         self.created_at = self.updated_at = clock()
-        self.date = datetime.fromtimestamp(self.created_at, UTC).date()
+        self.date = date_of(self.created_at)
         """What a template that writes the date writes, for as long as the session lives."""
         self.archived = False
         self.pinned = False
@@ -373,6 +373,11 @@ class Session:
                 )
             )
         self.emit_usage()
+
+
+def date_of(unix_s: float) -> date:
+    """Return the day on which a session begins, for templates that write it."""
+    return datetime.fromtimestamp(unix_s, UTC).date()
 
 
 def title_of(content: str) -> str:

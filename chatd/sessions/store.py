@@ -178,7 +178,7 @@ class SessionStore:
     def _release(self, session: Session) -> None:
         """Give up an idle session's lease; its next turn is under a new one."""
         del self.by_lease[session.lease.id]
-        self._requests.release(session, self._next_lease())
+        self._requests.release(session, self.new_lease())
         self.by_lease[session.lease.id] = session
 
     def _make(self, owner: Owner, conversation: Conversation, *, hidden: bool) -> Session:
@@ -187,7 +187,7 @@ class SessionStore:
             self._new_id("ses"),
             owner,
             conversation,
-            Lease(self._next_lease()),
+            Lease(self.new_lease()),
             EventRing(max_events=limits.replay_events, max_bytes=limits.replay_bytes, ttl_s=limits.replay_ttl_s),
             model_id=self._model().id,
             context_max=lambda: self._model().context,
@@ -197,7 +197,8 @@ class SessionStore:
         self.by_lease[session.lease.id] = session
         return session
 
-    def _next_lease(self) -> LeaseId:
+    def new_lease(self) -> LeaseId:
+        """Return an id that no lease had."""
         self._last_lease += 1
         return LeaseId(self._last_lease)
 

@@ -363,7 +363,7 @@ class CoreEngine:
     def _truth(self, request: RequestId) -> Truth:
         assert self.log_of is not None, "nobody says what the requests are"
         tenant, ids = self.log_of(request)
-        return Truth(tenant, chains_of(ids))
+        return Truth(tenant or None, chains_of(ids))
 
 
 @dataclass

@@ -1,9 +1,13 @@
 """What settings mean to the sessions behind the doors."""
 
+from pathlib import Path
+
 import pytest
 
 from chatd.config import Settings
-from chatd.server.backend import load_encoder, session_limits
+from chatd.errors import ConfigError
+from chatd.server.backend import load_encoder, public_prompts, session_limits
+from chatd.sessions.manager import PublicPrompt
 
 
 def test_bounds_reach_the_sessions() -> None:
@@ -19,3 +23,43 @@ def test_the_encoder_does_with_thoughts_what_settings_say(thoughts: str, dropped
     settings = Settings(model={"thoughts": thoughts}, server={"max_body_bytes": 4096})
     _, encoder = load_encoder(resolve("smollm2-135m").path, settings)
     assert (encoder.drops_thoughts, encoder.max_bytes) == (dropped, 4096)
+
+
+def test_public_prompts_are_read_from_text_and_files(tmp_path: Path) -> None:
+    file = tmp_path / "shop.txt"
+    file.write_bytes("You help é.\r\n\r\n".encode())
+    settings = Settings(public_prompts={"shop": {"file": file}, "brief": {"text": "Be brief.\n"}})
+    # One line end at the end of a file is the editor's.
+    assert public_prompts(settings) == [
+        PublicPrompt("shop", "You help é.\r\n"),
+        PublicPrompt("brief", "Be brief.\n"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (None, r"shop.txt cannot be read: .*No such file"),
+        (b"\xff\xfe", r"shop.txt cannot be read: .*utf-8"),
+        (b"\n", r"shop.txt is empty"),
+        (b"", r"shop.txt is empty"),
+        ("é".encode() * 600, r"public_prompts.shop is above 1024 bytes"),
+        (b"x" * 1025, r"public_prompts.shop is above 1024 bytes"),
+        (b"x" * 10**6, r"public_prompts.shop is above 1024 bytes"),
+    ],
+)
+def test_a_public_prompt_that_is_none_is_refused_by_name(tmp_path: Path, data: bytes | None, message: str) -> None:
+    file = tmp_path / "shop.txt"
+    if data is not None:
+        file.write_bytes(data)
+    settings = Settings(public_prompts={"shop": {"file": file}}, sessions={"max_content_bytes": 1024})
+    with pytest.raises(ConfigError, match=message) as refused:
+        public_prompts(settings)
+    assert refused.value.param == "public_prompts.shop"
+
+
+def test_a_prompt_as_large_as_is_allowed_is_taken(tmp_path: Path) -> None:
+    file = tmp_path / "shop.txt"
+    file.write_bytes(b"x" * 1024 + b"\r\n")
+    settings = Settings(public_prompts={"shop": {"file": file}}, sessions={"max_content_bytes": 1024})
+    assert public_prompts(settings) == [PublicPrompt("shop", "x" * 1024)]
