@@ -190,11 +190,14 @@ class EngineCore:
         return self._drain(now)
 
     def close(self) -> None:
-        """End with what is open; a core of its own has nothing, one that writes a log has that."""
+        """End with what is open: the disk writes what it was given, in the time that it is given."""
+        if self.tiers.disk is not None:
+            self.tiers.disk.close()
 
     def _copy_down(self, now: float) -> None:
         self._restart_checks()
         plan = self.scheduler.plan_idle()
+        self._reporter.mark_changed()  # if not by a plan, then by what the disk has done
         if plan is None:
             return
         try:
@@ -206,7 +209,6 @@ class EngineCore:
             self._reporter.count_failed_step()
         else:
             self.scheduler.commit(plan, output, now)
-        self._reporter.mark_changed()
 
     def next_due(self) -> float | None:
         """Return the `now` at which `idle` will have something to send, or None."""

@@ -82,6 +82,10 @@ class RecordedDisk:
         """As `Disk`."""
         self._disk.forget(digest)
 
+    def close(self) -> None:
+        """As `Disk`."""
+        self._disk.close()
+
     def poll(self) -> list[DiskResult]:
         """As `Disk`."""
         results = self._disk.poll()
@@ -148,6 +152,9 @@ class ReplayedDisk:
 
     def forget(self, digest: bytes) -> None:
         """As `Disk`; nothing is answered."""
+
+    def close(self) -> None:
+        """As `Disk`; there is nothing to finish."""
 
     def poll(self) -> list[DiskResult]:
         """As `Disk`."""

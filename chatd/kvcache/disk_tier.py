@@ -28,8 +28,8 @@ from chatd.kvcache.block_file import Origin as Origin
 from chatd.kvcache.block_file import RefusedBlock, file_bytes, read_block, write_block
 from chatd.kvcache.io_health import IoHealth
 
-CLOSE_S = 5.0
-"""What is queued when the tier is closed is given so long to be done."""
+CLOSE_S = 1.5
+"""What is queued when the tier is closed is given so long to be done; less than an engine has to end."""
 
 _SCAN_S = 0.5
 _logger = logging.getLogger("chatd.disk_tier")

@@ -78,6 +78,10 @@ class Disk(Protocol):
         """Serve a block no more."""
         ...
 
+    def close(self) -> None:
+        """Finish what is queued, or give it up."""
+        ...
+
     def poll(self) -> list[DiskResult]:
         """Return the results that there are."""
         ...

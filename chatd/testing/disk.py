@@ -91,6 +91,10 @@ class FakeDisk:
             if job.digest == digest:
                 job.verb = "fail"
 
+    def close(self) -> None:
+        """Take nothing any more."""
+        self.is_paused = True
+
     def poll(self) -> list[DiskResult]:
         """Return what is done by now."""
         self._num_polls += 1
