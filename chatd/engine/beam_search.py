@@ -88,7 +88,8 @@ class BeamSearcher:
             for token_id, logprob in options
             if (total := self.sums[place] + np.float32(logprob)) != -np.inf
         ]
-        continuations.sort(key=lambda child: (-child.sum, child.parent, child.token_id))
+        # Equal ones stay in the order given, and are not told apart by their ids: in a replay these are other numbers.
+        continuations.sort(key=lambda child: -child.sum)
         is_last = length >= self._max_length
         divisor = np.float32(length**penalty)
         children: list[Child] = []

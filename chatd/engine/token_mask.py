@@ -62,8 +62,14 @@ class TokenMask:
         """Return what the runner said."""
         number = self._number
         sampled = {request: number(token_id) for request, token_id in output.sampled.items()}
+        if not output.logprobs and not output.candidates:
+            return replace(output, sampled=sampled)
         logprobs = {request: self._logprobs(told) for request, told in output.logprobs.items()}
-        return replace(output, sampled=sampled, logprobs=logprobs)
+        candidates = {
+            request: [(number(token_id), value) for token_id, value in told]
+            for request, told in output.candidates.items()
+        }
+        return replace(output, sampled=sampled, logprobs=logprobs, candidates=candidates)
 
     def engine(self, message: EngineMessage) -> EngineMessage:
         """Return what the engine says."""

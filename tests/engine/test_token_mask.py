@@ -40,10 +40,12 @@ def test_ids_are_numbered_in_the_order_of_their_first_appearance() -> None:
     assert asked.params.logit_bias == ((3, 2.0),)
     output = mask.output(StepOutput({ONE: 500}, {ONE: TokenLogprobs(-1.0, ((500, -1.0), (999, -2.0)))}, {}, 1.0))
     assert output == StepOutput({ONE: 2}, {ONE: TokenLogprobs(-1.0, ((2, -1.0), (5, -2.0)))}, {}, 1.0)
+    output = mask.output(StepOutput({}, candidates={ONE: [(800, -1.0), (998, -2.0)]}))
+    assert output == StepOutput({}, candidates={ONE: [(0, -1.0), (6, -2.0)]})
     said = mask.engine(Tokens(3, [TokenDelta(ONE, [500], [(-1.0, [(999, -2.0)])]), TokenDelta(ONE, [999])]))
     assert said == Tokens(3, [TokenDelta(ONE, [2], [(-1.0, [(5, -2.0)])]), TokenDelta(ONE, [5])])
     beams = mask.engine(Beams(ONE, [BeamSequence([600, 1], -1.0, FinishReason.STOP)]))
-    assert beams == Beams(ONE, [BeamSequence([3, 6], -1.0, FinishReason.STOP)])
+    assert beams == Beams(ONE, [BeamSequence([3, 7], -1.0, FinishReason.STOP)])
 
 
 def test_ids_out_of_range_are_told_as_far_as_their_refusal_names_them() -> None:
@@ -77,4 +79,11 @@ def test_every_place_where_a_token_can_stand_is_known() -> None:
     messages = (*FrontMessage.__args__, *EngineMessage.__args__)
     found = {field.name for message in messages for field in msgspec.structs.fields(message)}
     assert found - quiet == with_ids
-    assert {field.name for field in fields(StepOutput)} == {"sampled", "logprobs", "failed", "model_s", "move_s"}
+    assert {field.name for field in fields(StepOutput)} == {
+        "sampled",
+        "logprobs",
+        "failed",
+        "model_s",
+        "move_s",
+        "candidates",
+    }
