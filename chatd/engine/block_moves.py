@@ -32,7 +32,7 @@ MAX_STORES = 64
 """Copied ahead of need by one plan at most, however fast that is said to be."""
 
 # What looking at one more block of a lease takes, copied or not.
-_VISIT_S = 2e-6
+_VISIT_S = 5e-6
 # Beyond this nothing is saved up for later: a long step must not be followed by a burst.
 _MAX_CREDIT_S = 5e-3
 

@@ -19,8 +19,6 @@ from chatd.kvcache.prefix_index import Namespace
 
 DIGEST_BYTES = 32
 
-_CHAIN, _DIGEST, _ROOT = b"chatd chain", b"chatd block", b"chatd root"
-
 
 class Digester:
     """Makes the digests of one engine's blocks.
@@ -32,35 +30,45 @@ class Digester:
     """
 
     def __init__(self, key: bytes, base: Namespace, block_size: int) -> None:
-        self._key = key
         self._base = base
         self._block_size = block_size
-        self.root = self._hash(_ROOT, base.of(None).frame())
-        self._frames: dict[str | None, bytes] = {}
+        # Copying a state that has taken in the key is twice as fast as keying a new one.
+        self._of_chains = blake2b(digest_size=DIGEST_BYTES, key=key, person=b"chatd chain")
+        self._of_blocks = blake2b(digest_size=DIGEST_BYTES, key=key, person=b"chatd block")
+        self._by_tenant: dict[str | None, tuple[bytes, blake2b]] = {}
+        self.root = self._link(base.of(None).frame())
 
     def extend(self, chain: list[bytes], token_ids: array[int], num_blocks: int) -> None:
         """Append to a prefix's chain until it has `num_blocks` links; what is there is not hashed again."""
         size = self._block_size
         parent = chain[-1] if chain else self.root
         for place in range(len(chain), num_blocks):
-            parent = self._hash(_CHAIN, parent + token_ids[place * size : (place + 1) * size].tobytes())
+            parent = self._link(parent + token_ids[place * size : (place + 1) * size].tobytes())
             chain.append(parent)
 
     def digest(self, tenant: str | None, link: bytes) -> bytes:
         """Return what a tenant's block, or a public one, is called whose prefix has this link at its end."""
-        return self._hash(_DIGEST, self._frame(tenant) + link)
+        state = self._of(tenant)[1].copy()
+        state.update(link)
+        return state.digest()
 
     def origin(self, tenant: str | None, chain: list[bytes], token_ids: array[int], place: int) -> Origin:
         """Return what the block at `place` was computed from, to be compared when it comes back."""
         size = self._block_size
         tokens = token_ids[place * size : (place + 1) * size].tobytes()
-        return Origin(self._frame(tenant), chain[place - 1] if place else self.root, tokens)
+        return Origin(self._of(tenant)[0], chain[place - 1] if place else self.root, tokens)
 
-    def _frame(self, tenant: str | None) -> bytes:
-        frame = self._frames.get(tenant)
-        if frame is None:
-            frame = self._frames[tenant] = self._base.of(tenant).frame()
-        return frame
+    def _of(self, tenant: str | None) -> tuple[bytes, blake2b]:
+        """Return a namespace's frame, and the state of a digest that has taken it in."""
+        found = self._by_tenant.get(tenant)
+        if found is None:
+            frame = self._base.of(tenant).frame()
+            state = self._of_blocks.copy()
+            state.update(frame)
+            found = self._by_tenant[tenant] = (frame, state)
+        return found
 
-    def _hash(self, person: bytes, data: bytes) -> bytes:
-        return blake2b(data, digest_size=DIGEST_BYTES, key=self._key, person=person).digest()
+    def _link(self, data: bytes) -> bytes:
+        state = self._of_chains.copy()
+        state.update(data)
+        return state.digest()

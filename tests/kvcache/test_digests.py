@@ -46,7 +46,7 @@ def test_a_longer_prefix_hashes_only_what_is_new(digester, monkeypatch):
     chain = []
     digester.extend(chain, ids, 999)
     hashed = []
-    monkeypatch.setattr(digester, "_hash", lambda person, data: hashed.append(person) or bytes(32))
+    monkeypatch.setattr(digester, "_link", lambda data: hashed.append(data) or bytes(32))
     digester.extend(chain, ids, 1000)
     assert len(hashed) == 1
     assert len(chain) == 1000
