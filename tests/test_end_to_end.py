@@ -152,6 +152,28 @@ async def test_the_engine_s_death_fails_its_turns_once_and_the_next_turn_works(u
         assert again
 
 
+async def test_branches_and_forks_of_a_conversation_answer_as_it_does(url: str) -> None:
+    async with Client.connect(url) as client:
+        session = await client.create_session(params=GREEDY)
+        turn = session.say(CAPITAL)
+        async for _ in turn:
+            pass
+        again = session.regenerate()
+        async for _ in again:
+            pass
+        # From the same prompt, of which one token is computed again, the same tokens to the bit.
+        assert (again.item.content, again.usage.cached_tokens) == (turn.item.content, turn.usage.input_tokens - 1)
+        fork = await client.fork_session(session.id, at=again.item.id)
+        shared = fork.created
+        assert shared.shared_tokens >= again.usage.input_tokens
+        assert shared.shared_blocks == -(-shared.shared_tokens // client.hello.model.block_size)
+        async for _ in session.edit(turn.message.id, "Name a color."):
+            pass
+        await session.select_branch(turn.item.id)
+        answers = ["".join([text async for text in one.stream("And of Italy?")]) for one in (fork, session)]
+        assert answers[0] == answers[1] != ""
+
+
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux, a real terminal to drive")
 def test_chat_in_a_real_terminal(tmp_path: Path) -> None:
     port = free_port()

@@ -240,8 +240,10 @@ def public_prompts(settings: Settings) -> list[PublicPrompt]:
                 with prompt.file.expanduser().open("rb") as file:
                     data = file.read(limit + 3)
                 text = data.decode() if len(data) < limit + 3 else ""
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"{prompt.file} cannot be read: {error}", param=param) from None
+            except OSError as error:
+                raise ConfigError(f"{prompt.file} cannot be read: {error.strerror}", param=param) from None
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{prompt.file} is not UTF-8: {error}", param=param) from None
             text = text.removesuffix("\n").removesuffix("\r")
             if not data.strip():
                 raise ConfigError(f"{prompt.file} is empty, and a public prompt has a text", param=param)

@@ -155,7 +155,9 @@ class PublicPrompts:
         """Note that a prompt's KV was lost, or is back."""
         shared = self._shared.get(message.lease)
         if shared is not None:
-            shared.is_computed = message.tier is not Tier.TOKENS
+            # A lease counts as on the device while most of it is.
+            is_whole = message.num_tokens_kept >= len(shared.ids)
+            shared.is_computed = is_whole or message.tier in (Tier.HOST, Tier.DISK)
 
     def _replace(self, shared: _Shared, ids: list[int]) -> None:
         del self._shared[shared.lease]

@@ -8,6 +8,7 @@ import pytest
 from chatd.protocol import COMMANDS, Error, ItemAdded, Message, UserMessage, encode
 from chatd.server.policy import Access, PolicyError, check_verbs
 from chatd.server.verbs import VERBS
+from chatd.sessions.limits import SessionLimits
 
 from .test_websocket import create
 
@@ -92,3 +93,16 @@ async def test_a_closed_session_is_told_to_others_as_unknown(start) -> None:
         await bob.ask(build(close, session, "c"))
         assert not isinstance(await bob.ask(build(get, session, "g")), Error)
         assert (await eve.ask(build(get, session, "g"))).error.code == "not_found"
+
+
+@pytest.mark.parametrize("command", WITH_SESSION, ids=TAGS.get)
+async def test_a_deleted_session_is_as_unknown_as_one_that_never_was(start, command) -> None:
+    async with start(limits=SessionLimits(max_closed_sessions_per_user=0)) as running, running.chat() as bob:
+        gone = (await create(bob)).session.id
+        close = next(command for command in COMMANDS if TAGS[command] == "session.close")
+        await bob.ask(build(close, gone, "close"))
+        unknown = "ses_" + "0" * 20
+        answers = [await bob.ask(build(command, session, f"c{i}")) for i, session in enumerate((gone, unknown))]
+        bodies = {encode(answer).replace(gone, "S").replace(unknown, "S") for answer in answers}
+        assert answers[0].error.code == "not_found"
+        assert len({body.replace('"c0"', '"c"').replace('"c1"', '"c"') for body in bodies}) == 1

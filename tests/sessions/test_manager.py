@@ -836,9 +836,16 @@ async def test_the_tier_of_a_lease_is_told_to_its_session() -> None:
     await say(manager, session, "hello")
     engine.run()
     connection.take()
-    engine.say(messages.LeaseTier(session.lease.id, Tier.TOKENS, "pressure", 0))
-    assert connection.events == [protocol.SessionTier(session=session.id, tier="tokens", why="pressure")]
-    assert session.info().tier == "tokens"
+    for tier in (Tier.HOST, Tier.DISK, Tier.TOKENS):
+        for _ in range(2):
+            engine.say(messages.LeaseTier(session.lease.id, tier, "pressure", 0))
+        assert connection.take() == [protocol.SessionTier(session=session.id, tier=str(tier), why="pressure")]
+        assert session.info().tier == str(tier)
+        assert session.snapshot("none").state.tier == str(tier)
+    await say(manager, session, "more")
+    engine.run()
+    told = [event for event in connection.take() if isinstance(event, protocol.SessionTier)]
+    assert told == [protocol.SessionTier(session=session.id, tier="device", why="used")]
 
 
 async def test_pool_frames_give_sessions_their_blocks_and_listeners_everything() -> None:

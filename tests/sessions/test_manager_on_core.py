@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from chatd import protocol
-from chatd.engine.messages import Release
+from chatd.engine.messages import Fork, Release
 from chatd.errors import ChatdError
 from chatd.protocol import (
     BranchSelect,
@@ -74,6 +74,29 @@ async def test_stateless_history_hits_its_own_cache() -> None:
                 assert completion.usage.cached_tokens >= 0.95 * before[number]
             before[number] = completion.usage.input_tokens + completion.usage.output_tokens
     assert manager.stats.known_misses == 0
+
+
+async def test_a_stateless_history_that_was_edited_shares_all_before_the_edit() -> None:
+    engine = CoreEngine()
+    manager = make_manager(engine, max_tokens=24)
+    owner = OWNERS[0]
+
+    async def answered(*said: str) -> tuple[str, protocol.Usage]:
+        history = [Message(role="assistant" if i % 2 else "user", content=text) for i, text in enumerate(said)]
+        completion = await manager.complete(owner, CompletionRequest(messages=history, params=Params(ignore_eos=True)))
+        engine.run()
+        return await completion.text(), completion.usage
+
+    first, usage = await answered(TEXTS[2])
+    num_common = usage.input_tokens + usage.output_tokens
+    second, _ = await answered(TEXTS[2], first, TEXTS[0])
+    # The client's user changed the second message, and later goes on with the first version.
+    _, edited = await answered(TEXTS[2], first, "something else altogether")
+    assert num_common - 1 <= edited.cached_tokens <= num_common
+    _, again = await answered(TEXTS[2], first, TEXTS[0], second, "go on")
+    assert again.cached_tokens > edited.cached_tokens
+    assert any(isinstance(message, Fork) for message in engine.sent)
+    assert (manager.stats.known_misses, engine.core.stats().num_failed_steps) == (0, 0)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -107,8 +107,14 @@ async def test_what_pressure_took_is_computed_again_later() -> None:
     engine = ScriptedEngine(lambda _log: [TURN_END])
     manager = await sharing(engine, monotonic=lambda: now)
     lease = engine.submits[0].lease
-    engine.say(LeaseTier(lease, Tier.TOKENS, "pressure", 0))
-    assert manager.public_prompts.num_computed == 0
+    for tier, num_kept, num_computed in (
+        (Tier.HOST, 0, 1),
+        (Tier.DEVICE, len(engine.submits[0].new_ids) - 16, 0),
+        (Tier.DEVICE, len(engine.submits[0].new_ids), 1),
+        (Tier.TOKENS, 0, 0),
+    ):
+        engine.say(LeaseTier(lease, tier, "pressure", num_kept))
+        assert manager.public_prompts.num_computed == num_computed
     await manager.public_prompts.renew()
     assert len(engine.submits) == 1
     now += 400.0
