@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from chatd.engine.cost_model import CostModel, StepRoom, num_pairs
+from chatd.engine.cost_model import CostModel, StepRoom
 from chatd.engine.draft import Draft
 from chatd.engine.engine_config import EngineConfig
 from chatd.engine.fairness import WaitingRequests
 from chatd.engine.messages import WaitReason
 from chatd.engine.plan import BlockMove
+from chatd.engine.preemption import SwapEstimate
 from chatd.engine.request import Request, RequestStatus
 from chatd.kvcache.block import BlockId
-from chatd.kvcache.digests import Digester
+from chatd.kvcache.digests import Digester, LeaseNames
 from chatd.kvcache.leases import Lease, LeaseState, LeaseTable
 from chatd.kvcache.manager import KVCacheManager
 from chatd.kvcache.tiers import HostBlock, Tiers
@@ -66,8 +67,8 @@ class BlockMoves:
         self._kv = kv
         self._leases = leases
         self._waiting = waiting
-        self._cost = cost
-        self._digester = Digester(config.digest_key, config.namespace, config.block_size)
+        self._names = LeaseNames(kv, Digester(config.digest_key, config.namespace, config.block_size))
+        self._estimate = SwapEstimate(config, kv, cost)
         self._stores: list[tuple[BlockMove, HostBlock]] = []
         self._held: list[BlockId] = []
         self._credit_s = 0.0
@@ -222,9 +223,8 @@ class BlockMoves:
         if not self.is_on or mode == "recompute" or not num_full:
             return 0
         own = [place for place in range(num_full) if self._kv.pool.blocks[lease.table.block_ids[place]].ref_count == 1]
-        self._name(lease, num_full)
         missing = [place for place in own if not self._is_below(lease, place)]
-        if not own or (mode == "auto" and self._swap_s(computed, len(own), len(missing)) >= self._recompute_s(request)):
+        if not own or (mode == "auto" and not self._estimate.is_swap_cheaper(request, len(own), len(missing))):
             return 0
         num_saved = len(own) - len(missing)
         # Room may end before the blocks do, and what comes first is of use without the rest.
@@ -251,24 +251,27 @@ class BlockMoves:
 
     def forget(self, lease: Lease) -> None:
         """Give up everything below the pool that a lease could be restored from."""
-        self._name(lease, len(lease.token_ids) // self._config.block_size)
-        for digest in lease.digests:
+        for digest in self._names.all_of(lease):
             self.tiers.forget(digest)
 
     def counts(self, lease: Lease) -> tuple[int, int]:
-        """Return the tokens of a lease beyond the pool's that the host has, and of the rest that the disk has."""
+        """Return the tokens of a lease beyond the pool's that the host has, and of the rest that the disk has.
+
+        Stops where it is plain that one of the two has most of them.
+        """
         size = self._config.block_size
-        first = lease.table.num_computed_tokens // size
         host = disk = 0
         if self.tiers.is_empty:
             return 0, 0
-        for place in range(first, len(lease.token_ids) // size):
-            names = [digest for _, digest in self._names(lease, place)]
-            if any(self.tiers.get(digest) is not None for digest in names):
+        most = len(lease.token_ids) // 2
+        for place in range(lease.table.num_computed_tokens // size, len(lease.token_ids) // size):
+            if self._find(lease, place) is not None:
                 host += size
-            elif any(self.tiers.is_on_disk(digest) for digest in names):
+            elif any(self.tiers.is_on_disk(digest) for _, digest in self._names.of(lease, place)):
                 disk += size
             else:
+                break
+            if max(host, disk) > most:
                 break
         return host, disk
 
@@ -291,20 +294,8 @@ class BlockMoves:
         """Full blocks, but never the one with the last token, whose logits are needed."""
         return (len(lease.token_ids) - 1) // self._config.block_size
 
-    def _name(self, lease: Lease, num_blocks: int) -> None:
-        self._digester.extend(lease.chain, lease.token_ids, num_blocks)
-        for link in lease.chain[len(lease.digests) : num_blocks]:
-            lease.digests.append(self._digester.digest(lease.tenant, link))
-
-    def _names(self, lease: Lease, place: int) -> Iterable[tuple[str | None, bytes]]:
-        """Yield what a block may be called: as its tenant's own, then as a public one."""
-        self._name(lease, place + 1)
-        yield lease.tenant, lease.digests[place]
-        if lease.tenant is not None:
-            yield None, self._digester.digest(None, lease.chain[place])
-
     def _find(self, lease: Lease, place: int) -> HostBlock | None:
-        for _, digest in self._names(lease, place):
+        for _, digest in self._names.of(lease, place):
             block = self.tiers.get(digest)
             if block is not None:
                 return block
@@ -312,7 +303,7 @@ class BlockMoves:
 
     def _find_on_disk(self, request: Request, place: int) -> bytes | None:
         """Return the name of a block that the disk reads already, or would read for this request."""
-        for _, digest in self._names(request.lease, place):
+        for _, digest in self._names.of(request.lease, place):
             if self.tiers.is_coming(digest):
                 return digest
             # What was fetched for this request and is gone again would be gone the next time as well.
@@ -323,7 +314,7 @@ class BlockMoves:
     def _fetch(self, request: Request, place: int, digest: bytes) -> bool:
         lease = request.lease
         tenant = lease.tenant if digest == lease.digests[place] else None
-        origin = self._digester.origin(tenant, lease.chain, lease.token_ids, place)
+        origin = self._names.origin(tenant, lease, place)
         if not self.tiers.fetch(digest, origin, tenant, lease.lease_id):
             return False
         request.num_fetched_blocks = place + 1
@@ -334,25 +325,16 @@ class BlockMoves:
     def _is_worth_reading(self) -> bool:
         """Whether the disk reads a block sooner than it is computed."""
         size = self._config.block_size
-        return self._config.transfer_costs.disk_in_s_per_block <= self._compute_s(0, size)
+        return self._config.transfer_costs.disk_in_s_per_block <= self._estimate.compute_s(0, size)
 
     def _is_below(self, lease: Lease, place: int) -> bool:
-        _, digest = self._name_in_pool(lease, place)
+        _, digest = self._names.in_pool(lease, place)
         return self.tiers.is_below(digest)
 
-    def _name_in_pool(self, lease: Lease, place: int) -> tuple[str | None, bytes]:
-        """Return whose the block at a place of a lease's table is, and what it is called below the pool."""
-        self._name(lease, place + 1)
-        account = self._kv.pool.blocks[lease.table.block_ids[place]].account
-        assert account is not None, "a block in a table is charged to nobody"
-        if account.tenant == lease.tenant:
-            return lease.tenant, lease.digests[place]
-        return account.tenant, self._digester.digest(account.tenant, lease.chain[place])
-
     def _store(self, lease: Lease, place: int, *, is_ahead: bool) -> tuple[BlockMove, HostBlock] | None:
-        tenant, digest = self._name_in_pool(lease, place)
+        tenant, digest = self._names.in_pool(lease, place)
         block_id = lease.table.block_ids[place]
-        origin = self._digester.origin(tenant, lease.chain, lease.token_ids, place)
+        origin = self._names.origin(tenant, lease, place)
         entry = self._kv.pool.blocks[block_id].entry
         block = self.tiers.store(digest, origin, tenant, lease.lease_id, entry, is_ahead=is_ahead)
         return None if block is None else (BlockMove(block_id, block.slot), block)
@@ -379,7 +361,7 @@ class BlockMoves:
             # From the tail, which is what the pool wants back first, and so what the tiers give up first.
             place = lease.next_dirty - 1
             spent_s += _VISIT_S
-            _, digest = self._name_in_pool(lease, place)
+            _, digest = self._names.in_pool(lease, place)
             if self.tiers.is_below(digest):
                 self.tiers.touch(digest, lease.lease_id)
             else:
@@ -396,30 +378,3 @@ class BlockMoves:
     def _hold(self, block_id: BlockId) -> None:
         self._kv.pool.hold((block_id,))
         self._held.append(block_id)
-
-    def _swap_s(self, computed: int, num_own: int, num_missing: int) -> float:
-        """Return what it takes to copy blocks down and up again, and to compute the tail that is no full block."""
-        costs = self._config.transfer_costs
-        tail = computed % self._config.block_size
-        seconds = costs.host_fixed_s + num_own * costs.host_in_s_per_block
-        if num_missing:
-            seconds += costs.host_fixed_s + num_missing * costs.host_out_s_per_block
-        return seconds + self._compute_s(computed - tail, tail)
-
-    def _recompute_s(self, request: Request) -> float:
-        """Return what it takes to compute again what a request alone holds: what others hold too stays."""
-        table = request.lease.table
-        blocks = self._kv.pool.blocks
-        num_kept = 0
-        for block_id in table.block_ids:
-            if blocks[block_id].ref_count == 1:
-                break
-            num_kept += 1
-        start = min(num_kept * self._config.block_size, table.num_computed_tokens)
-        return self._compute_s(start, table.num_computed_tokens - start)
-
-    def _compute_s(self, start: int, num_tokens: int) -> float:
-        """Return what rows take beside the rows of others; where a prompt takes steps of its own, those too."""
-        parameters = self._cost.parameters
-        rows_s = parameters.step_s(num_tokens, num_pairs(start, num_tokens)) - parameters.fixed_s
-        return rows_s + parameters.fixed_s * (num_tokens // self._config.max_num_batched_tokens)

@@ -12,9 +12,12 @@ walk, each under its own namespace. Serials of the prefix index mean nothing her
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from hashlib import blake2b
 
 from chatd.kvcache.block_file import Origin
+from chatd.kvcache.leases import Lease
+from chatd.kvcache.manager import KVCacheManager
 from chatd.kvcache.prefix_index import Namespace
 
 DIGEST_BYTES = 32
@@ -72,3 +75,46 @@ class Digester:
         state = self._of_chains.copy()
         state.update(data)
         return state.digest()
+
+
+class LeaseNames:
+    """What the full blocks of a lease are called below the pool; each is hashed once, when somebody first asks.
+
+    Args:
+        kv: Of the leases' tables.
+        digester: Makes the names.
+    """
+
+    def __init__(self, kv: KVCacheManager, digester: Digester) -> None:
+        self._kv = kv
+        self._digester = digester
+
+    def of(self, lease: Lease, place: int) -> Iterator[tuple[str | None, bytes]]:
+        """Yield (tenant, digest) of the block at a place: as its tenant's own, then as a public one."""
+        self._extend(lease, place + 1)
+        yield lease.tenant, lease.digests[place]
+        if lease.tenant is not None:
+            yield None, self._digester.digest(None, lease.chain[place])
+
+    def in_pool(self, lease: Lease, place: int) -> tuple[str | None, bytes]:
+        """Return whose the block is that a lease's table has at a place, and its digest."""
+        self._extend(lease, place + 1)
+        account = self._kv.pool.blocks[lease.table.block_ids[place]].account
+        assert account is not None, "a block in a table is charged to nobody"
+        if account.tenant == lease.tenant:
+            return lease.tenant, lease.digests[place]
+        return account.tenant, self._digester.digest(account.tenant, lease.chain[place])
+
+    def all_of(self, lease: Lease) -> list[bytes]:
+        """Return the digests of all full blocks as the tenant's own."""
+        self._extend(lease, len(lease.token_ids) // self._kv.block_size)
+        return lease.digests
+
+    def origin(self, tenant: str | None, lease: Lease, place: int) -> Origin:
+        """Return what a block that was named before was computed from."""
+        return self._digester.origin(tenant, lease.chain, lease.token_ids, place)
+
+    def _extend(self, lease: Lease, num_blocks: int) -> None:
+        self._digester.extend(lease.chain, lease.token_ids, num_blocks)
+        for link in lease.chain[len(lease.digests) : num_blocks]:
+            lease.digests.append(self._digester.digest(lease.tenant, link))

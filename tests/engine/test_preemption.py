@@ -1,11 +1,16 @@
 """Who gives way: the youngest of the tenant most over its share, but nobody who has just lost its work."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from chatd.engine.cost_model import CostModel, CostParameters
 from chatd.engine.fairness import VirtualCounters
-from chatd.engine.preemption import choose_over_block_share, choose_over_slot_share, choose_victim
+from chatd.engine.preemption import SwapEstimate, choose_over_block_share, choose_over_slot_share, choose_victim
+from chatd.engine.transfer_costs import TransferCosts
 from chatd.kvcache.block_pool import BlockPool
 from chatd.kvcache.prefix_index import PrefixIndex
+from chatd.testing.engine import engine_config
 
 
 class FakeTable:
@@ -109,3 +114,22 @@ def test_slots_are_shared_by_weight_and_everybody_may_have_one(pool):
     running[-1] = FakeRequest(pool, 6, "crow")
     assert choose_over_slot_share(running, FakeRequest(pool, 9, "crow"), counters, 5) is None
     assert choose_over_slot_share(running, FakeRequest(pool, 9, "blue"), counters, 5) is running[-2]
+
+
+def test_swapping_is_cheaper_or_not_by_what_copies_and_rows_take():
+    cost = CostModel(CostParameters(1e-3, 1e-3, 0.0))
+    request = SimpleNamespace(num_computed_tokens=18, lease=SimpleNamespace(table=SimpleNamespace(block_ids=range(5))))
+    request.lease.table.num_computed_tokens = 18
+    kv = SimpleNamespace(pool=SimpleNamespace(blocks=[SimpleNamespace(ref_count=n) for n in (2, 1, 1, 1, 1)]))
+
+    def is_swap_cheaper(out_s, in_s, num_missing):
+        costs = TransferCosts(0.5e-3, out_s, in_s)
+        config = engine_config(transfer_costs=costs)
+        return SwapEstimate(config, kv, cost).is_swap_cheaper(request, 3, num_missing)
+
+    # 14 rows are lost, 14 ms; of those the 2 of the tail are computed in any case.
+    assert is_swap_cheaper(1.8e-3, 1.8e-3, 3)
+    assert not is_swap_cheaper(1.9e-3, 1.9e-3, 3)
+    # What was copied down before has to come up only.
+    assert is_swap_cheaper(1.9e-3, 3.8e-3, 0)
+    assert not is_swap_cheaper(1.9e-3, 3.9e-3, 0)
