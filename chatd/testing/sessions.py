@@ -315,13 +315,8 @@ class CoreEngine:
             **config,
         }
         self.config = EngineConfig(**settings)
-        self.runner = ProvenanceRunner(
-            self.config.num_blocks, self.config.block_size, VOCAB_SIZE, truth=self._truth, clock=self.clock
-        )
-        self.core = EngineCore(self.config, self.runner, self.clock)
-        self.ready: Ready | None = Ready(
-            self.config.num_blocks, self.config.block_size, self.config.max_model_len, VOCAB_SIZE, 0, "fp32", []
-        )
+        self.runner, self.core = self._start()
+        self.ready: Ready | None = self._ready_message()
         self.sent: list[FrontMessage] = []
         self.on_messages: Callable[[Sequence[EngineEvent]], None] | None = None
         self.log_of: Callable[[RequestId], tuple[str, Sequence[int]]] | None = None
@@ -330,6 +325,8 @@ class CoreEngine:
 
     def send(self, message: FrontMessage) -> None:
         """Give the core a message; what it says is delivered at the next step."""
+        if self.ready is None:
+            raise Unavailable("the engine is restarting", code="engine_unavailable", retry_after_ms=1000)
         self.sent.append(message)
         self._outbox += self.core.handle(message, self.clock())
 
@@ -346,6 +343,23 @@ class CoreEngine:
         self._deliver()
         self.core.check_invariants()
 
+    def flush(self) -> None:
+        """Deliver what waits, and what that causes."""
+        self._deliver()
+
+    def die(self) -> None:
+        """End as a process does: what was not delivered is lost, and so is everything that it held."""
+        self.ready = None
+        self.runner, self.core = self._start()
+        self._outbox = [EngineDied("it was killed", -9)]
+        self._deliver()
+
+    def restart(self) -> None:
+        """Serve again, knowing nothing."""
+        self.ready = self._ready_message()
+        self._outbox.append(self.ready)
+        self._deliver()
+
     def run(self, max_steps: int = 10_000) -> None:
         """Step until nothing runs."""
         self._deliver()
@@ -354,6 +368,15 @@ class CoreEngine:
                 return
             self.step()
         raise AssertionError(f"requests still run after {max_steps} steps")
+
+    def _start(self) -> tuple[ProvenanceRunner, EngineCore]:
+        config = self.config
+        runner = ProvenanceRunner(config.num_blocks, config.block_size, VOCAB_SIZE, truth=self._truth, clock=self.clock)
+        return runner, EngineCore(config, runner, self.clock)
+
+    def _ready_message(self) -> Ready:
+        config = self.config
+        return Ready(config.num_blocks, config.block_size, config.max_model_len, VOCAB_SIZE, 0, "fp32", [])
 
     def _deliver(self) -> None:
         while self._outbox and self.on_messages is not None:

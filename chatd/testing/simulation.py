@@ -7,24 +7,48 @@ from typing import Any
 
 import xxhash
 
-from chatd.engine.messages import RequestClass, Retain, Submit, WatchPool
+from chatd.engine.messages import RequestClass, Retain, SetTenant, Submit, WatchPool
 from chatd.engine.plan import RequestId
 from chatd.engine.sampling import BeamSearch, SamplingParams
 from chatd.kvcache.prefix_index import HashFunction
-from chatd.testing.witness import STOP_ID, VOCAB_SIZE, Session, Shape, Witness
+from chatd.testing.witness import STOP_ID, VOCAB_SIZE, Job, Session, Shape, Witness
 
 SHAPES = (
     Shape(),
-    Shape(num_blocks=26, max_model_len=80, max_num_seqs=4, max_leases=8, max_sessions=12),
+    Shape(num_blocks=26, max_model_len=80, max_num_seqs=4, max_leases=8, max_sessions=12, public=0.0),
     Shape(num_blocks=90, block_size=1, max_model_len=60, max_num_batched_tokens=9, floors=(20, 10, 0)),
     Shape(num_blocks=64, block_size=3, max_num_seqs=12, max_num_batched_tokens=64, max_sessions=14, max_leases=20),
-    Shape(num_blocks=14, block_size=8, max_num_seqs=3, floors=(2, 2, 2), weights=(1.0, 1.0, 4.0)),
+    Shape(num_blocks=14, block_size=8, max_num_seqs=3, floors=(2, 2, 2), weights=(1.0, 1.0, 4.0), public=0.0),
     Shape(num_blocks=60, max_num_batched_tokens=128, max_num_seqs=16, max_sessions=20, max_leases=24),
     Shape(num_blocks=40, tenants=("acme",), floors=(0,), weights=(1.0,), max_num_batched_tokens=8, target_step_s=1.0),
-    Shape(host_slots=30, floors=(4, 0, 0)),
+    Shape(host_slots=30, floors=(4, 0, 0), public=0.0),
     Shape(num_blocks=30, max_sessions=16, max_leases=18, host_slots=50, disk_blocks=90, preemption="swap"),
     Shape(num_blocks=24, block_size=2, max_model_len=40, host_slots=9, disk_blocks=40),
 )
+
+
+BALLAST = "ballast"
+
+_WEIGHT_OF = {
+    "connect": 22,
+    "turn": 33,
+    "fork": 4,
+    "edit": 6,
+    "join": 3,
+    "trim": 5,
+    "cancel": 6,
+    "finish": 6,
+    "release": 5,
+    "break": 3,
+    "misbehave": 6,
+    "disconnect": 3,
+    "squeeze": 1,
+    "jump": 1,
+    "quota": 1,
+    "watch": 2,
+}
+VERBS = tuple(_WEIGHT_OF)
+_VERBS, _WEIGHTS = list(_WEIGHT_OF), list(_WEIGHT_OF.values())
 
 
 class Simulation(Witness):
@@ -67,48 +91,154 @@ class Simulation(Witness):
 
     def act(self) -> None:
         """Ask the engine for something."""
-        rng = self.rng
-        idle = [session for session in self.sessions if session.job is None]
-        busy = list(self.jobs.values())
-        dice = rng.random()
-        if dice < 0.22 or not self.sessions:
-            if len(self.sessions) < self.shape.max_sessions:
-                self._open()
-        elif dice < 0.55 and idle:
-            self._turn(rng.choice(idle))
-        elif dice < 0.63 and len(self.sessions) < self.shape.max_sessions:
-            session = rng.choice(self.sessions)
-            self.fork(session, rng.randrange(len(session.token_ids) + 1))
-        elif dice < 0.68:
-            session = rng.choice(self.sessions)
-            self.trim(session, rng.randrange(len(session.token_ids) + 2))
-        elif dice < 0.74 and busy:
-            self.cancel(rng.choice(busy))
-        elif dice < 0.80 and busy:
-            job = rng.choice(busy)
-            self.finish_at(job, rng.randint(job.num_prompt, len(job.session.token_ids)))
-        elif dice < 0.85 and len(self.sessions) > 3:
-            self.release(rng.choice(self.sessions))
-        elif dice < 0.88 and self.faults:
-            self._break()
-        elif dice < 0.96:
-            self._misbehave()
-        elif dice < 0.98:
-            self.send(Retain(rng.choice(self.sessions).lease, rng.random() < 0.5))
-        else:
-            self.send(WatchPool(rng.choice((0.0, 0.01)), rng.random() < 0.5, rng.random() < 0.5))
+        verb = self.rng.choices(_VERBS, _WEIGHTS)[0]
+        if getattr(self, f"_{verb}")():
+            self.counts[f"verb {verb}"] += 1
 
-    def _open(self) -> None:
+    # What can be asked for; each says whether there was something to ask it of.
+
+    def _connect(self) -> bool:
+        if not self._has_room():
+            return False
         rng = self.rng
-        session = self.open_session(rng.choice(self.shape.tenants) if rng.random() < 0.93 else "")
+        session = self.open_session(rng.choice(self.shape.tenants) if rng.random() >= self.shape.public else "")
         system = rng.choice(self._systems)
         self._submit(session, 0, system + self._message() if session.tenant else list(system))
+        return True
 
-    def _turn(self, session: Session) -> None:
-        rng = self.rng
+    def _turn(self) -> bool:
+        session = self._any_idle()
+        if session is None:
+            return False
         length = len(session.token_ids)
-        base_len = length if rng.random() < 0.8 else rng.randrange(length + 1)
-        self._submit(session, base_len, self._message() if rng.random() < 0.9 or not base_len else [])
+        base_len = length if self.rng.random() < 0.8 else self._near_block(0, length)
+        self._submit(session, base_len, self._message() if self.rng.random() < 0.9 or not base_len else [])
+        return True
+
+    def _fork(self) -> bool:
+        if not self.sessions or not self._has_room():
+            return False
+        session = self.rng.choice(self.sessions)
+        self.fork(session, self._near_block(0, len(session.token_ids)))
+        return True
+
+    def _edit(self) -> bool:
+        """Go on otherwise from an earlier token; the old branch stays, or goes with nothing left of it."""
+        if not self.sessions or not self._has_room():
+            return False
+        session = self.rng.choice(self.sessions)
+        fork = self.fork(session, self._near_block(0, len(session.token_ids)))
+        self._submit(fork, len(fork.token_ids), self._message())
+        if session.job is None and self.rng.random() < 0.3:
+            self.release(session)
+        return True
+
+    def _join(self) -> bool:
+        """Ask the same of a tenant several times at once, as if a class had been told to."""
+        rng = self.rng
+        tenant = rng.choice(self.shape.tenants)
+        prompt = rng.choice(self._systems) + self._message()
+        idle = [session for session in self.sessions if session.job is None and session.tenant in self.shape.tenants]
+        rng.shuffle(idle)
+        joined = 0
+        for _ in range(rng.randint(2, 5)):
+            # Now and then another tenant asks the same; it must not join.
+            wanted = tenant if rng.random() < 0.8 else rng.choice(self.shape.tenants)
+            session = next((session for session in idle if session.tenant == wanted), None)
+            if session is not None:
+                idle.remove(session)
+            elif self._has_room():
+                session = self.open_session(wanted)
+            else:
+                continue
+            # Some end alike, some go on otherwise.
+            self._submit(session, 0, prompt + ([] if rng.random() < 0.5 else self._message()))
+            joined += 1
+        return joined > 1
+
+    def _trim(self) -> bool:
+        if not self.sessions:
+            return False
+        session = self.rng.choice(self.sessions)
+        self.trim(session, self._near_block(0, len(session.token_ids) + 1))
+        return True
+
+    def _cancel(self) -> bool:
+        job = self._any_job()
+        if job is not None:
+            self.cancel(job)
+        return job is not None
+
+    def _finish(self) -> bool:
+        job = self._any_job()
+        if job is not None:
+            self.finish_at(job, self._near_block(job.num_prompt, len(job.session.token_ids)))
+        return job is not None
+
+    def _release(self) -> bool:
+        if len(self.sessions) <= 3:
+            return False
+        self.release(self.rng.choice(self.sessions))
+        return True
+
+    def _disconnect(self) -> bool:
+        """Nobody looks at a session any more, or somebody does again."""
+        if not self.sessions:
+            return False
+        self.send(Retain(self.rng.choice(self.sessions).lease, self.rng.random() < 0.5))
+        return True
+
+    def _squeeze(self) -> bool:
+        """A tenant that nobody counted on takes most of the pool, or gives it all back."""
+        ballast = [session for session in self.sessions if session.tenant == BALLAST]
+        for session in ballast:
+            self.release(session)
+        if ballast:
+            return True
+        rng, shape = self.rng, self.shape
+        room = rng.uniform(0.5, 1.0) * shape.num_blocks * shape.block_size
+        while room > 0 and self._has_room():
+            length = min(int(room) + 1, self.config.max_model_len - 1)
+            room -= length
+            ids = [rng.randrange(VOCAB_SIZE) for _ in range(length)]
+            params = SamplingParams(max_tokens=1)
+            self.submit(self.open_session(BALLAST), 0, ids, params, compute_only=rng.random() < 0.7)
+        return True
+
+    def _jump(self) -> bool:
+        """The clock goes on by hours, or falls back."""
+        self.clock.advance(self.rng.choice((1.0, 60.0, 3600.0, 90000.0, -0.5, -7200.0)))
+        return True
+
+    def _quota(self) -> bool:
+        """An operator gives a tenant another part of the machine; all floors stay below half of the pool."""
+        rng = self.rng
+        floor = rng.choice((0.0, 0.05, 0.15, 0.45 / len(self.shape.tenants)))
+        self.send(SetTenant(rng.choice(self.shape.tenants), rng.choice((0.5, 1.0, 3.0)), floor))
+        return True
+
+    def _watch(self) -> bool:
+        self.send(WatchPool(self.rng.choice((0.0, 0.01)), self.rng.random() < 0.5, self.rng.random() < 0.5))
+        return True
+
+    # Parts.
+
+    def _has_room(self) -> bool:
+        return len(self.sessions) < self.shape.max_sessions
+
+    def _any_idle(self) -> Session | None:
+        idle = [session for session in self.sessions if session.job is None]
+        return self.rng.choice(idle) if idle else None
+
+    def _any_job(self) -> Job | None:
+        return self.rng.choice(list(self.jobs.values())) if self.jobs else None
+
+    def _near_block(self, low: int, high: int) -> int:
+        """Return a length from `low` to `high`, more often than not one at a block's edge or beside it."""
+        rng, size = self.rng, self.shape.block_size
+        if rng.random() < 0.4:
+            return rng.randint(low, high)
+        return min(high, max(low, rng.randint(low // size, high // size + 1) * size + rng.choice((-1, 0, 1))))
 
     def _message(self) -> list[int]:
         if self.rng.random() < 0.7:
@@ -150,7 +280,10 @@ class Simulation(Witness):
             early_stopping=rng.choice((True, False, "never")),
         )
 
-    def _break(self) -> None:
+    def _break(self) -> bool:
+        """Steps fail, logits are not finite, and the disk is full or damaged."""
+        if not self.faults:
+            return False
         dice = self.rng.random()
         jobs = list(self.jobs.values())
         disk = self.disk
@@ -164,16 +297,19 @@ class Simulation(Witness):
             else:
                 disk.is_paused = not disk.is_paused
             self.counts["disk faults"] += 1
-            return
+            return True
         if dice < 0.4 or not jobs:
             self.runner.raise_next = True
-            return
+            return True
         job = self.rng.choice(jobs)
         job.may_fail = True
         (self.runner.failing if dice < 0.7 else self.runner.not_finite).add(job.request)
+        return True
 
-    def _misbehave(self) -> None:
+    def _misbehave(self) -> bool:
         """Ask for what must be refused, and change nothing."""
+        if not self.sessions:
+            return False
         session = self.rng.choice(self.sessions)
         request = RequestId(self._next_id)
         self._next_id += 1
@@ -192,6 +328,7 @@ class Simulation(Witness):
         elif kind == 3:
             ids = [VOCAB_SIZE] if self.rng.random() < 0.5 else []
             self.ask_in_vain(Submit(request, self._new_lease(), session.tenant, 0, ids, params), "invalid_request")
+        return True
 
 
 def simulate(seed: int, num_steps: int, **options: Any) -> Simulation:

@@ -5,19 +5,21 @@ hash and under a constant, in pools from roomy to hopeless.
 """
 
 import logging
+import os
+from collections import Counter
 
 import pytest
-import xxhash
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 from chatd.engine.messages import RequestClass
 from chatd.engine.sampling import SamplingParams
-from chatd.testing.simulation import SHAPES, Simulation, simulate
+from chatd.testing.night import HASHES, Run, all_runs, simulate_all, simulate_run
+from chatd.testing.night import SEEDS as NIGHT_SEEDS
+from chatd.testing.night import STEPS as NIGHT_STEPS
+from chatd.testing.simulation import SHAPES, VERBS, Simulation, simulate
 from chatd.testing.witness import STOP_ID, VOCAB_SIZE, Shape, Witness, constant_hash
-
-HASHES = {"xxh3": xxhash.xxh3_128_digest, "constant": constant_hash}
 
 # 10 shapes × 2 hashes × 7 seeds × 800 steps: over 100,000 steps.
 SEEDS, STEPS = 7, 800
@@ -34,16 +36,12 @@ def quiet():
 @pytest.mark.parametrize("hash_name", HASHES)
 @pytest.mark.parametrize("shape", range(len(SHAPES)))
 def test_every_invariant_holds_after_every_step(shape, hash_name):
-    counts = None
-    for seed in range(SEEDS):
-        run = simulate(1000 * shape + seed, STEPS, shape=SHAPES[shape], hash_function=HASHES[hash_name])
-        run.counts["preempted"] = run.core.scheduler.num_preemptions
-        run.counts["evicted"] = run.core.pool.num_evictions
-        run.counts["swapped"] = run.core.scheduler.num_swapped
-        run.counts["from disk"] = 0 if run.disk is None else run.disk.num_loaded
-        counts = run.counts if counts is None else counts + run.counts
+    runs = [Run(shape, hash_name, 1000 * shape + seed, STEPS) for seed in range(SEEDS)]
+    counts = sum((simulate_run(run) for run in runs), Counter())
     assert counts["steps"] >= SEEDS * STEPS
     # A run in which nothing happens proves nothing.
+    for verb in VERBS:
+        assert counts[f"verb {verb}"] > 10, f"{verb} was hardly asked for: {counts}"
     for what in (
         *("cached_tokens", "forked", "cancelled", "finished", "trimmed busy"),
         *("end failed", "preempted", "evicted", "end stop", "sampled", "searched"),
@@ -96,11 +94,12 @@ def _never_twice():
 
 
 @pytest.mark.night
-@pytest.mark.parametrize("hash_name", HASHES)
-@pytest.mark.parametrize("shape", range(len(SHAPES)))
-def test_every_invariant_holds_all_night(shape, hash_name):
-    for seed in range(200):
-        simulate(10**6 + 1000 * shape + seed, 2000, shape=SHAPES[shape], hash_function=HASHES[hash_name])
+def test_every_invariant_holds_all_night():
+    runs = list(all_runs(NIGHT_SEEDS, NIGHT_STEPS))
+    counts, found = simulate_all(runs, len(os.sched_getaffinity(0)))
+    assert not found, "\n".join(f"{error}\nagain: python -m chatd.testing.night {run}" for run, error in found)
+    assert len(runs) >= 1000
+    assert counts["steps"] >= 2_000_000
 
 
 class Conversations(RuleBasedStateMachine):

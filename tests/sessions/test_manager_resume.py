@@ -18,75 +18,9 @@ from chatd.protocol import (
 )
 from chatd.sessions.manager import Owner, Session, SessionLimits, SessionManager
 from chatd.testing.sessions import TURN_END, RecordingSubscriber, ScriptedEngine, encode_text, make_manager
+from chatd.testing.transcripts import TranscriptClient
 
 ANN = Owner("acme", "ann")
-
-
-class Client:
-    """A client as the protocol wants one: it keeps items, and the last `seq` that it saw."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.connections = 0
-        self.connection: RecordingSubscriber | None = None
-        self.boot: str | None = None
-        self.last_seq: int | None = None
-        self.items: list[protocol.Item] = []
-        self.num_snapshots = 0
-
-    def connect(self, manager: SessionManager, session: Session) -> None:
-        self.connections += 1
-        self.connection = RecordingSubscriber(f"con_{self.number}_{self.connections}")
-        command = SessionAttach(session=session.id, after_seq=self.last_seq, boot=self.boot)
-        frame = manager.attach(session, self.connection, command)
-        assert self.connection.events == []
-        if frame.replay == "snapshot":
-            self.num_snapshots += 1
-            self.items = list(frame.snapshot.items)
-            self.last_seq = frame.head_seq
-        self.boot = manager.boot
-        manager.start(session, self.connection)
-
-    def disconnect(self, manager: SessionManager) -> None:
-        if self.connection is not None:
-            manager.detach_all(self.connection)
-            self.read()
-            self.connection = None
-
-    def read(self) -> None:
-        if self.connection is None:
-            return
-        for event in self.connection.take():
-            if isinstance(event, protocol.TranscriptEvent):
-                assert event.seq == self.last_seq + 1
-                self.last_seq = event.seq
-                self._apply(event)
-
-    def _apply(self, event: protocol.TranscriptEvent) -> None:
-        match event:
-            case protocol.ItemAdded() | protocol.ResponseCreated():
-                self._cut_to(event.item.parent)
-                self.items.append(event.item)
-            case protocol.OutputTextDelta():
-                last = self.items[-1]
-                assert last.id == event.item_id
-                changed = {"content": last.content + event.delta}
-                self.items[-1] = protocol.msgspec.structs.replace(last, **changed)
-            case protocol.ResponseCompleted() | protocol.ResponseIncomplete():
-                assert self.items[-1].content == event.item.content
-                self.items[-1] = event.item
-            case protocol.ResponseFailed():
-                assert event.item_id == self.items[-1].id
-                self._cut_to(event.parent)
-            case protocol.BranchSelected():
-                self._cut_to(event.parent)
-                self.items += event.items
-                assert event.leaf == self.items[-1].id
-
-    def _cut_to(self, parent: str | None) -> None:
-        while self.items and self.items[-1].id != parent:
-            self.items.pop()
-        assert self.items or parent is None
 
 
 ACTIONS = st.lists(
@@ -121,8 +55,8 @@ async def run_schedule(actions: list, ring: int, with_stop: bool) -> None:
     manager = make_manager(engine, limits=SessionLimits(replay_events=ring))
     params = protocol.Params(stop=("STOP",) if with_stop else ())
     session = await manager.create(ANN, SessionCreate(params=params))
-    clients = [Client(number) for number in range(3)]
-    always = Client(9)
+    clients = [TranscriptClient(f"con_{number}") for number in range(3)]
+    always = TranscriptClient("always")
     always.connect(manager, session)
     for kind, value in actions:
         client = clients[value % 3]
