@@ -107,7 +107,10 @@ class Submit(_Message, frozen=True):
 
 
 class Fork(_Message, frozen=True):
-    """Open `new_lease` with the first `at` tokens of `lease`: full blocks are shared, no KV is copied now."""
+    """Open `new_lease` with the first `at` tokens of `lease`: full blocks are shared, no KV is copied now.
+
+    Answered with `Forked` at once, also while a request is on `lease`.
+    """
 
     lease: LeaseId
     new_lease: LeaseId

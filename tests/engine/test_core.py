@@ -12,6 +12,7 @@ from chatd.engine.messages import (
     Finish,
     FinishReason,
     Fork,
+    Forked,
     LeaseLost,
     LeaseTier,
     Ping,
@@ -151,6 +152,17 @@ def test_a_fork_goes_on_from_its_token_and_recomputes_at_most_one(at):
     assert engine.generate(2, [9, 9], lease=6, base_len=at) == answer(engine, [*ids[:at], 9, 9], 8)
     assert engine.done[2].num_cached_tokens == min(at, 17)
     assert engine.generate(3, [9, 8], lease=5, base_len=18) == answer(engine, [*ids, 9, 8], 8)
+
+
+@pytest.mark.parametrize(("at", "shared"), [(0, (0, 0)), (7, (7, 2)), (8, (8, 2)), (9, (9, 3)), (18, (17, 5))])
+def test_a_fork_says_what_it_shares(at, shared):
+    engine = harness()
+    engine.generate(1, prompt(10), lease=5)
+    assert engine.core.handle(Fork(5, 6, at), engine.clock()) == [Forked(6, *shared)]
+    assert engine.core.pool.num_shared == shared[1]
+    # What it cannot open shares nothing; the lease that is there keeps what it has.
+    for fork in (Fork(5, 6, at), Fork(99, 7, 1), Fork(5, 7, 19), Fork(5, 7, -1)):
+        assert engine.core.handle(fork, engine.clock()) == [Forked(fork.new_lease, 0, 0)]
 
 
 def test_a_fork_of_a_running_request_does_not_disturb_it():

@@ -5,11 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatd.engine.sampling import SamplingParams
-from chatd.protocol import Item, Message, Timings, Usage
+from chatd.protocol import Item, Message, Siblings, Timings, Usage
 from chatd.sessions.conversation import (
     Conversation,
     Node,
     common_length,
+    common_prefix,
     last_answer,
     log_between,
     log_of,
@@ -61,6 +62,60 @@ def test_logs_are_the_ids_of_the_answers_on_the_path(steps: list, one: int, two:
     assert common_length(a, b) == (len(logs[shared[-1]]) if shared else 0)
 
 
+def naive_item(conversation: Conversation, node: Node) -> Item:
+    """An item whose siblings are found by looking at every message."""
+    beside = [other for other in conversation if other.parent is node.parent]
+    if len(beside) < 2:
+        return node.to_item()
+    at = beside.index(node)
+    item = conversation.item_of(node)
+    for other, leaf in ((at - 1, item.siblings.previous), (at + 1, item.siblings.next)):
+        if not 0 <= other < len(beside):
+            assert leaf is None
+            continue
+        end = conversation.get(leaf)
+        assert beside[other] in path_to(end)
+        assert not [child for child in conversation if child.parent is end]
+    siblings = Siblings(index=at + 1, count=len(beside), previous=item.siblings.previous, next=item.siblings.next)
+    return node.to_item(siblings)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["add", "select", "fail"]), st.integers(0, 1000)), max_size=30))
+def test_siblings_lead_to_the_ends_of_the_other_branches(steps: list) -> None:
+    conversation = Conversation()
+    number = 0
+    for kind, choice in steps:
+        nodes = [None, *conversation]
+        node = nodes[choice % len(nodes)]
+        seen = conversation.head
+        if kind == "select" and node is not None:
+            conversation.select(node)
+            assert conversation.path() == path_to(node)
+        elif kind != "select":
+            number += 1
+            added = conversation.add_message(f"n{number}", "user", "x", node)
+            if kind == "fail":
+                conversation.remove_from(added, seen)
+                assert conversation.head is seen
+        for each in conversation:
+            assert conversation.item_of(each) == naive_item(conversation, each)
+    assert conversation.num_bytes == sum(node.num_bytes for node in conversation)
+
+
+def test_a_branch_is_seen_again_where_it_was_left() -> None:
+    conversation = Conversation()
+    a = conversation.add_message("a", "user", "x", None)
+    for name in ("a1", "a2"):
+        conversation.add_message(name, "assistant", "x", a)
+    conversation.select(conversation.get("a1"))
+    b = conversation.add_message("b", "user", "x", None)
+    assert conversation.item_of(b).siblings == Siblings(index=2, count=2, previous="a1")
+    conversation.select(conversation.get("a2"))
+    conversation.select(b)
+    assert conversation.item_of(b).siblings.previous == "a2"
+
+
 def test_a_failed_turn_leaves_no_trace() -> None:
     conversation = Conversation("sys")
     first = conversation.add_message("u1", "user", "hello", None)
@@ -104,6 +159,33 @@ def test_a_path_is_shared_by_a_conversation_that_starts_from_it() -> None:
     assert [node.id for node in other.path()] == ["u1", answer.id, "u2"]
     assert [node.id for node in conversation.path()] == ["u1", answer.id]
     assert other.path()[0] is conversation.path()[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "shared"),
+    [
+        ([1, 2, 3], [1, 2, 3], 2),
+        ([1, 2, 3], [1, 2, 3, 4], 3),
+        ([1, 2, 3, 4], [1, 2], 1),
+        ([1, 2, 3], [1, 9, 3], 1),
+        ([1, 2], [9], 0),
+        ([], [1], 0),
+        ([1], [1], 0),
+    ],
+)
+def test_two_answers_to_one_message_share_all_of_the_prompt_but_one_id(
+    old: list[int], new: list[int], shared: int
+) -> None:
+    conversation = Conversation()
+    begun = answered(conversation, None, [7, 7], [8])
+    asked = conversation.add_message("u", "user", "x", begun)
+    first = answered(conversation, asked, old, [5, 5])
+    second = answered(conversation, asked, new, [])
+    assert common_prefix(first, second) == 3 + shared
+    # To go on after the first, all of it is there.
+    more = answered(conversation, first, [6], [])
+    assert common_prefix(first, more) == 3 + len(old) + 2
+    assert common_prefix(None, second) == 0
 
 
 def test_text_is_what_was_appended() -> None:
