@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from chatd.engine import fairness, scheduler
 from chatd.engine.core import EngineCore
 from chatd.engine.decision_log import Call, Header, LogReader, LogWriter
-from chatd.engine.messages import Tokens, WatchPool
-from chatd.engine.plan import Chunk, Plan
+from chatd.engine.messages import Beams, LeaseId, Submit, Tokens, WatchPool
+from chatd.engine.plan import Chunk, Plan, RequestId
 from chatd.engine.recording import RecordingCore
 from chatd.engine.replay import Difference, Replay, replay_file
+from chatd.engine.sampling import BeamSearch
 from chatd.testing import engine, witness
 from chatd.testing.engine import EngineHarness, engine_config, sampling_params
 from chatd.testing.simulation import SHAPES, Simulation
@@ -134,6 +135,23 @@ def test_the_log_holds_no_token_of_the_vocabulary() -> None:
     assert len(secret) > 20
     assert not secret & set(numbers) - {*range(64)}
     assert replayed(kept)[0] is None
+
+
+def test_a_search_and_samples_are_replayed() -> None:
+    kept, run = harness(num_blocks=30)
+    prompt = [90 - i for i in range(9)]
+    run.send(
+        Submit(
+            RequestId(1), LeaseId(1), "acme", 0, prompt, sampling_params(9), beam=BeamSearch(width=4, num_returned=3)
+        )
+    )
+    run.submit(2, prompt, tenant="blue")
+    run.send(Submit(RequestId(3), LeaseId(3), "blue", 0, prompt, sampling_params(9), sample_of=RequestId(2)))
+    run.run()
+    assert any(isinstance(message, Beams) for message in run.messages)
+    difference, core = replayed(kept)
+    assert difference is None
+    assert core.scheduler.step == run.core.scheduler.step
 
 
 # Differences.
