@@ -15,7 +15,7 @@ digests and slots, not bytes: those are moved by the runner and by the disk.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from chatd.kvcache.block import HostSlot
@@ -161,6 +161,11 @@ class Tiers:
     def num_used(self) -> int:
         """Slots of the host that are taken."""
         return self.num_slots - len(self._free)
+
+    @property
+    def free_slots(self) -> Sequence[HostSlot]:
+        """Slots of the host that keep nothing."""
+        return self._free
 
     @property
     def is_moving(self) -> bool:
