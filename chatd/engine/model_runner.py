@@ -49,6 +49,9 @@ class ModelRunner:
             load_blocks(cache, self._slots, _pairs(plan.loads))
         loaded = perf_counter()
         sampled = self._compute(plan) if plan.chunks else Sampled()
+        if plan.loads and cache.data.is_cuda:
+            # As soon as the plan is committed the disk may fill these slots again.
+            torch.cuda.current_stream(cache.data.device).synchronize()
         move_s = stored - start + loaded - copied
         model_s = perf_counter() - start - move_s
         return StepOutput(sampled.tokens, sampled.logprobs, sampled.failed, model_s, move_s, sampled.candidates)

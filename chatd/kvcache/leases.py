@@ -216,6 +216,8 @@ class LeaseTable:
 
     def free(self, lease: Lease) -> None:
         """Give back all blocks of a lease that is in use; its ids stay."""
+        if lease.table.block_ids:
+            self.shrunk[lease.lease_id] = lease
         self._manager.free(lease.table)
         lease.num_clean = 0
 

@@ -209,6 +209,8 @@ class EngineEvents:
         if turn is not None:
             event = ResponseResumed if message.resumed else ResponsePreempted
             turn.session.tell(event(session=turn.session.id))
+            if message.resumed:
+                self._set_tier(turn.session, Tier.DEVICE, "used")
 
     def _on_tier(self, message: LeaseTier) -> None:
         session = self._by_lease.get(message.lease)

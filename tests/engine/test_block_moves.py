@@ -355,6 +355,11 @@ def test_a_victim_is_swapped_where_copying_costs_less():
     assert preemptions(e)[:2] == [(2, False), (2, True)]
 
 
+def test_a_victim_says_where_its_blocks_are():
+    assert tiers_told(two_that_do_not_fit(), 2)[0] is Tier.HOST
+    assert tiers_told(two_that_do_not_fit(transfer_costs=DEAR), 2)[0] is Tier.TOKENS
+
+
 def test_a_victim_is_computed_again_where_copying_costs_more():
     e = two_that_do_not_fit(transfer_costs=DEAR)
     assert e.core.stats().num_swapped == 0
