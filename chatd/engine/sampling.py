@@ -112,7 +112,9 @@ def check_sampling_params(params: SamplingParams, vocab_size: int) -> None:
             raise InvalidRequest(f"a bias is {bias}, the range is -100 to 100", param="logit_bias")
 
 
-def check_beam_search(search: BeamSearch, params: SamplingParams, vocab_size: int, max_num_seqs: int) -> None:
+def check_beam_search(
+    search: BeamSearch, params: SamplingParams, vocab_size: int, max_num_seqs: int = MAX_BEAM_WIDTH
+) -> None:
     """Refuse a search that is out of range, or parameters that a search has no place for.
 
     `min_tokens`, `logit_bias` and `repetition_penalty` change the log probabilities, as transformers' processors do.
@@ -121,7 +123,7 @@ def check_beam_search(search: BeamSearch, params: SamplingParams, vocab_size: in
         search: What is asked for.
         params: The same request's, which have passed `check_sampling_params`.
         vocab_size: Ids are below this.
-        max_num_seqs: Requests, and so beams, that run at once.
+        max_num_seqs: Requests, and so beams, that run at once, where that is known.
 
     Raises:
         InvalidRequest: Names the field. NaN fails every range.
@@ -137,6 +139,9 @@ def check_beam_search(search: BeamSearch, params: SamplingParams, vocab_size: in
             raise InvalidRequest(f"{name} is {value}, the range is {low} to {high}", param=name)
     neutral: tuple[tuple[str, float | None, float | None], ...] = (
         ("temperature", params.temperature, 0.0),
+        ("top_k", params.top_k, 0),
+        ("top_p", params.top_p, 1.0),
+        ("min_p", params.min_p, 0.0),
         ("presence_penalty", params.presence_penalty, 0.0),
         ("frequency_penalty", params.frequency_penalty, 0.0),
         ("logprobs", params.logprobs, None),

@@ -39,9 +39,9 @@ from chatd.server.openai_frames import (
     logprobs_of,
     model_body,
 )
-from chatd.server.openai_schema import CONVERSATION_ID_CHARS, ChatRequest, decode_chat_request
+from chatd.server.openai_schema import CONVERSATION_ID_CHARS, ChatRequest, beam_search_of, decode_chat_request
 from chatd.server.policy import owner_of
-from chatd.sessions.manager import Completion, CompletionRequest
+from chatd.sessions.manager import Choices, CompletionRequest
 from chatd.tenants.quotas import KeyQuota
 
 BODY_TIMEOUT_S = 30.0
@@ -87,18 +87,21 @@ async def chat_completions(request: Request) -> Response:
         params=params,
         conversation_id=_conversation_id(request, chat),
         request_class=RequestClass(principal.key_class),
+        num_choices=chat.num_choices,
+        beam=beam_search_of(chat),
     )
     quota = daemon.quota_of(principal)
-    quota.admit()
+    num_answers = chat.num_choices if wanted.beam is None else wanted.beam.width
+    quota.admit(num_answers)
     try:
-        completion = await manager.complete(owner_of(principal), wanted)
+        choices = await manager.choose(owner_of(principal), wanted)
     except BaseException as error:
-        quota.refund()
+        quota.refund(num_answers)
         if isinstance(error, InvalidRequest):
             raise _in_words_of_this_door(error) from None
         raise
     # From here on the answer has an owner: sending it ends the generation and settles the quota, whatever happens.
-    answer = _Answer(daemon, principal, quota, completion, chat)
+    answer = _Answer(daemon, principal, quota, num_answers, choices, chat)
     if not daemon.authenticator.is_current(principal):
         answer.cancel()
     return StreamedAnswer(answer) if chat.stream else WholeAnswer(answer)
@@ -153,18 +156,25 @@ def _in_words_of_this_door(error: InvalidRequest) -> InvalidRequest:
 
 
 class _Answer:
-    """One answer on its way out; ends with its client, with its key, or by itself."""
+    """The choices of one request on their way out; they end with their client, with its key, or by themselves."""
 
     def __init__(
-        self, daemon: Daemon, principal: Principal, quota: KeyQuota, completion: Completion, chat: ChatRequest
+        self,
+        daemon: Daemon,
+        principal: Principal,
+        quota: KeyQuota,
+        num_answers: int,
+        choices: Choices,
+        chat: ChatRequest,
     ) -> None:
-        self.completion = completion
+        self.choices = choices
         self.chat = chat
-        self.id = f"chatcmpl-{completion.id.removeprefix('resp_')}"
+        self.id = f"chatcmpl-{choices.id.removeprefix('resp_')}"
         self.created = int(time.time())
         self.fingerprint = f"chatd-{daemon.version}"
         self._daemon = daemon
         self._quota = quota
+        self._num_answers = num_answers
         self._stream = Stream(principal.key_id, self.cancel)
         self._revoked = asyncio.Event()
         daemon.streams.add(self._stream)
@@ -197,10 +207,8 @@ class _Answer:
             self._end()
 
     def _end(self) -> None:
-        completion = self.completion
-        completion.cancel()
-        usage = completion.usage
-        self._quota.finish(0 if usage is None else usage.input_tokens - usage.cached_tokens + usage.output_tokens)
+        self.choices.cancel()
+        self._quota.finish(self.choices.num_charged_tokens, self._num_answers)
         self._daemon.streams.discard(self._stream)
 
     def check(self) -> None:
@@ -209,15 +217,21 @@ class _Answer:
         Raises:
             ChatdError: What went wrong.
         """
-        if self.completion.error is not None:
-            raise self.completion.error
-        # Nobody who cancels here waits for the answer, except where the daemon ended it to stop.
-        if self.completion.finish_reason in ("draining", "cancelled") and self._daemon.draining:
+        error = self.choices.error
+        if error is not None:
+            raise error
+        if self.is_stopping:
             raise Unavailable("the daemon is stopping", code="draining", retry_after_ms=5000)
 
+    @property
+    def is_stopping(self) -> bool:
+        """True where the daemon ended a choice to stop: nobody else who cancels here waits for the answer."""
+        reasons = {completion.finish_reason for completion in self.choices.completions}
+        return self._daemon.draining and not reasons.isdisjoint(("draining", "cancelled"))
+
     def usage(self) -> CompletionUsage:
-        """Return the tokens of an answer that ended."""
-        usage = self.completion.usage
+        """Return the tokens of choices that have ended: the prompt once, and every answer's."""
+        usage = self.choices.usage
         assert usage is not None, "an answer without usage"
         return CompletionUsage.of(usage)
 
@@ -244,24 +258,29 @@ class WholeAnswer(Response):
 
     async def _collect(self) -> bytes:
         answer = self._answer
-        texts: list[str] = []
-        logprobs: list[Logprob] = []
-        async for delta in answer.completion:
-            texts.append(delta.text)
-            logprobs += delta.logprobs or ()
+        texts: list[list[str]] = [[] for _ in answer.choices.completions]
+        logprobs: list[list[Logprob]] = [[] for _ in answer.choices.completions]
+        async for event in answer.choices:
+            if event.delta is not None:
+                texts[event.index].append(event.delta.text)
+                logprobs[event.index] += event.delta.logprobs or ()
         answer.check()
-        choice = Choice(
-            message=AnswerMessage(content="".join(texts)),
-            finish_reason=finish_reason_of(answer.completion.finish_reason or ""),
-            logprobs=logprobs_of(logprobs if answer.chat.logprobs else None),
-        )
+        choices = [
+            Choice(
+                index=index,
+                message=AnswerMessage(content="".join(texts[index])),
+                finish_reason=finish_reason_of(completion.finish_reason or ""),
+                logprobs=logprobs_of(logprobs[index] if answer.chat.logprobs else None),
+            )
+            for index, completion in enumerate(answer.choices.completions)
+        ]
         return encode_body(
             ChatCompletion(
                 id=answer.id,
                 created=answer.created,
                 model=answer.chat.model,
                 system_fingerprint=answer.fingerprint,
-                choices=(choice,),
+                choices=choices,
                 usage=answer.usage(),
             )
         )
@@ -302,11 +321,18 @@ class StreamedAnswer(Response):
 
     async def _events(self) -> AsyncIterator[bytes]:
         answer = self._answer
-        yield encode_event(self._chunk(ChunkChoice(delta=Delta(role="assistant", content=""))))
+        completions = answer.choices.completions
+        for index in range(len(completions)):
+            yield self._event(index, Delta(role="assistant", content=""))
         try:
-            async for delta in answer.completion:
-                logprobs = logprobs_of(delta.logprobs if answer.chat.logprobs else None)
-                yield encode_event(self._chunk(ChunkChoice(delta=Delta(content=delta.text), logprobs=logprobs)))
+            async for event in answer.choices:
+                delta = event.delta
+                if delta is not None:
+                    logprobs = logprobs_of(delta.logprobs if answer.chat.logprobs else None)
+                    yield self._event(event.index, Delta(content=delta.text), logprobs=logprobs)
+                elif completions[event.index].error is None and not answer.is_stopping:
+                    reason = finish_reason_of(completions[event.index].finish_reason or "")
+                    yield self._event(event.index, Delta(), finish_reason=reason)
             answer.check()
         except ChatdError as error:
             yield encode_event(error_body(error))
@@ -315,10 +341,11 @@ class StreamedAnswer(Response):
             logger.exception("completion.failed", id=answer.id)
             yield encode_event(error_body(EngineError("the answer failed; the daemon's log says more")))
             return
-        reason = finish_reason_of(answer.completion.finish_reason or "")
-        yield encode_event(self._chunk(ChunkChoice(delta=Delta(), finish_reason=reason)))
         if self._with_usage:
             yield encode_event(self._chunk(None, answer.usage()))
+
+    def _event(self, index: int, delta: Delta, **fields: Any) -> bytes:
+        return encode_event(self._chunk(ChunkChoice(index=index, delta=delta, **fields)))
 
     @property
     def _with_usage(self) -> bool:

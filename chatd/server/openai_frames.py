@@ -54,7 +54,7 @@ class Delta(_Out, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ChunkChoice(_Out, frozen=True, kw_only=True):
-    """The one choice of a chunk."""
+    """What a chunk adds to one choice."""
 
     delta: Delta
     finish_reason: FinishReason | None = None
@@ -88,7 +88,7 @@ class AnswerMessage(_Out, frozen=True, kw_only=True):
 
 
 class Choice(_Out, frozen=True, kw_only=True):
-    """The one choice of a completion."""
+    """One answer of a completion."""
 
     message: AnswerMessage
     finish_reason: FinishReason

@@ -12,12 +12,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from chatd.engine.sampling import MAX_TOP_LOGPROBS
+from chatd.engine.sampling import MAX_BEAM_WIDTH, MAX_TOP_LOGPROBS, BeamSearch
 from chatd.errors import InvalidRequest
 from chatd.protocol import Message, Params, Role, invalid_field, why_not_json
 
 MAX_MESSAGES = 4096
 MAX_STOP = 16
+MAX_CHOICES = 8
 CONVERSATION_ID_CHARS = 256
 
 INFORMATIONAL = frozenset(
@@ -35,8 +36,6 @@ INFORMATIONAL = frozenset(
 """Taken, and without effect on the answer."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -44,8 +43,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "reasoning_effort": ("none",),
     "echo": (False,),
-    "length_penalty": (1, 1.0),
-    "use_beam_search": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "add_generation_prompt": (True,),
@@ -94,7 +91,8 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that are done. A field that is null is as if it were absent.
 
-    `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids` and `ignore_eos` are named as in vLLM.
+    `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`, `ignore_eos` and those of a beam search are
+    named as in vLLM.
     """
 
     model: str
@@ -119,6 +117,17 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     prompt_cache_key: str | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
+    use_beam_search: bool | None = None
+    best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_BEAM_WIDTH)] | None = None
+    beam_width: Annotated[int, msgspec.Meta(ge=1, le=MAX_BEAM_WIDTH)] | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Answers that are wanted."""
+        return self.n or 1
 
 
 _FIELDS = frozenset(ChatRequest.__struct_fields__)
@@ -144,7 +153,45 @@ def decode_chat_request(body: bytes) -> tuple[ChatRequest, list[Message], Params
         request = msgspec.convert(fields, ChatRequest)
     except msgspec.ValidationError as error:
         raise invalid_field(error) from None
+    beam_search_of(request)
     return request, _messages(request.messages), _params(request)
+
+
+def beam_search_of(request: ChatRequest) -> BeamSearch | None:
+    """Return the search that a request asks for, if it does.
+
+    Raises:
+        InvalidRequest: A field only means something to a search, or nothing to one.
+    """
+    width = request.beam_width if request.best_of is None else request.best_of
+    if not request.use_beam_search:
+        # Drawing more answers than are returned is not done; the best of as many is all of them.
+        only_for_search = (
+            ("best_of", request.best_of, (None, 1, request.num_choices)),
+            ("beam_width", request.beam_width, (None, 1)),
+            ("length_penalty", request.length_penalty, (None, 1.0)),
+            ("early_stopping", request.early_stopping, (None, False)),
+        )
+        for name, value, neutral in only_for_search:
+            if value not in neutral:
+                raise InvalidRequest(
+                    f"{name} needs use_beam_search to be true", code="unsupported_parameter", param=name
+                )
+        return None
+    for name, given in (("stream", request.stream), ("stop", request.stop), ("logprobs", request.logprobs)):
+        if given:
+            raise InvalidRequest(
+                f"{name} is not supported with use_beam_search", code="unsupported_parameter", param=name
+            )
+    width = request.num_choices if width is None else width
+    if request.num_choices > width:
+        raise InvalidRequest(f"n is {request.num_choices}, the beam width is {width}", param="n")
+    return BeamSearch(
+        width=width,
+        num_returned=request.num_choices,
+        length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
+        early_stopping=False if request.early_stopping is None else request.early_stopping,
+    )
 
 
 def _is_neutral(name: str, value: Any) -> bool:

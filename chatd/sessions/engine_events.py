@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from chatd.engine.client import EngineDied, EngineEvent
 from chatd.engine.messages import (
+    Beams,
     Done,
     EngineStats,
     Forked,
@@ -143,6 +144,8 @@ class EngineEvents:
 
     def _take(self, message: EngineEvent) -> None:
         match message:
+            case Beams():
+                self._runner.on_beams(message)
             case Done():
                 self._note_blocks(message)
                 self._runner.on_done(message)

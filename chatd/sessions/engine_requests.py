@@ -108,6 +108,8 @@ class EngineRequests:
                 log_between(answer, base_len),
                 answer.sampling,
                 turn.request_class,
+                sample_of=None if turn.sample_of is None else turn.sample_of.request,
+                beam=turn.beam,
             )
         )
         self.forget(turn)
@@ -207,6 +209,18 @@ class EngineRequests:
             return
         lease = session.lease
         lease.epoch, lease.node, lease.num_tokens = self._epoch, node, held
+        lease.fork_of = (source.lease.id, held)
+
+    def share_prompt(self, source: Session, answer: Node, session: Session) -> None:
+        """Let a session that answers the prompt of `answer` as well share that prompt, but for the last id.
+
+        As `share`; the last id's row is computed for its logits.
+        """
+        held = min(source.lease.num_tokens, answer.num_tokens_before + len(answer.prompt_ids) - 1)
+        if source.lease.epoch != self._epoch or source.lease.node is not answer or held <= 0:
+            return
+        lease = session.lease
+        lease.epoch, lease.node, lease.num_tokens = self._epoch, answer, held
         lease.fork_of = (source.lease.id, held)
 
     async def fork(self, source: Session, node: Node, session: Session) -> Forked:

@@ -39,6 +39,7 @@ from chatd.protocol import (
     UserMessage,
 )
 from chatd.sessions.attachments import Attachments
+from chatd.sessions.choices import Choices
 from chatd.sessions.completion import Completion, CompletionDelta, CompletionRequest
 from chatd.sessions.conversation import Owner, Subscriber, log_of
 from chatd.sessions.engine_events import EngineEvents, LeaseHolder, LeaseSessions, PoolListener
@@ -56,6 +57,7 @@ from chatd.sessions.turn import Turn
 from chatd.sessions.turns import TurnRunner
 
 __all__ = [
+    "Choices",
     "Completion",
     "CompletionDelta",
     "CompletionRequest",
@@ -392,7 +394,16 @@ class SessionManager:
         self._native.cancel(session, subscriber)
 
     async def complete(self, owner: Owner, request: CompletionRequest) -> Completion:
-        """Answer a stateless request from the longest known part of its history.
+        """Answer a stateless request that wants one answer; see `choose`.
+
+        Raises:
+            ChatdError: As `choose`.
+        """
+        assert request.num_choices == 1, f"{request.num_choices} answers are wanted"
+        return (await self.choose(owner, request)).completions[0]
+
+    async def choose(self, owner: Owner, request: CompletionRequest) -> Choices:
+        """Answer a stateless request from the longest known part of its history, with as many answers as it wants.
 
         Raises:
             Unavailable: `engine_unavailable`.
@@ -400,7 +411,7 @@ class SessionManager:
             InvalidRequest: Messages or parameters are wrong or too large.
             ContextLengthExceeded: It can never fit.
         """
-        return await self._door.complete(owner, request)
+        return await self._door.choose(owner, request)
 
     def log_of_request(self, request: RequestId) -> tuple[str, builtins.list[int]]:
         """Return the tenant and ids of a request in flight, for checks: the engine holds exactly these (I25)."""

@@ -11,9 +11,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from chatd.errors import InvalidRequest
-from chatd.protocol import Message
+from chatd.protocol import Message, Params
+from chatd.sessions.choices import Choices, params_of_choice, params_of_search
 from chatd.sessions.completion import Completion, CompletionRequest
-from chatd.sessions.conversation import Conversation, Owner
+from chatd.sessions.conversation import Conversation, Node, Owner
 from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.known_messages import KnownChain, KnownMessages
 from chatd.sessions.limits import SessionLimits
@@ -57,8 +58,8 @@ class StatelessDoor:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    async def complete(self, owner: Owner, request: CompletionRequest) -> Completion:
-        """Start an answer; see `SessionManager.complete`."""
+    async def choose(self, owner: Owner, request: CompletionRequest) -> Choices:
+        """Start one or more answers; see `SessionManager.choose`."""
         messages = check_messages(request.messages, self._limits)
         self._runner.check_ready()
         chain = self._find(owner, request.conversation_id, messages)
@@ -66,7 +67,8 @@ class StatelessDoor:
             self._stats.known_hits += 1
         elif any(message.role == "assistant" for message in messages):
             self._stats.known_misses += 1
-        completion = Completion(self._runner.cancel)
+        others = [Completion(self._runner.cancel) for _ in range(request.num_choices - 1)]
+        completion = Completion(self._runner.cancel, others if request.beam is not None else ())
         session = self._place(owner, chain, messages)
         is_new = session.id not in self._sessions
         num_known = chain.num_messages if chain is not None else int(session.conversation.system is not None)
@@ -76,25 +78,63 @@ class StatelessDoor:
         for used in (session, chain.session if chain is not None else session):
             self._sessions.move_to_end(used.id)
         try:
-            await self._runner.begin(
+            turn = await self._runner.begin(
                 session,
                 messages[num_known:],
                 parent=None if chain is None else chain.node,
-                params=request.params,
+                params=request.params if request.beam is None else params_of_search(request.params),
                 sink=completion,
                 request_class=request.request_class,
                 on_accepted=lambda turn, _added: completion.begin(turn),
+                beam=request.beam,
+                num_samples=request.num_choices if request.beam is None else 1,
             )
         except BaseException:
             if is_new and session.id in self._sessions:
                 self._drop(session)
             raise
+        if request.beam is None:
+            self._sample(turn, request.params, others)
         if request.conversation_id and session.id in self._sessions:
             nameless = self.named.give(session, request.conversation_id)
             if nameless is not None and nameless.turn is None and not self.known.holds(nameless):
                 self._drop(nameless)
         self._expire(owner)
-        return completion
+        return Choices([completion, *others])
+
+    def _sample(self, first: Turn, params: Params, others: Sequence[Completion]) -> None:
+        """Start more answers to a prompt, each in a session of its own that shares it."""
+        begun = [first]
+        try:
+            for index, completion in enumerate(others, start=1):
+                session = self._beside(first)
+                try:
+                    begun.append(
+                        self._runner.begin_sample(
+                            first,
+                            session,
+                            params_of_choice(params, index),
+                            completion,
+                            lambda turn, _added, completion=completion: completion.begin(turn),  # type: ignore[misc]
+                        )
+                    )
+                except BaseException:
+                    self._drop(session)
+                    raise
+        except BaseException:
+            self._runner.forgo_samples(first.session.owner, len(others) - len(begun))
+            for turn in begun:
+                self._runner.cancel(turn)
+            raise
+
+    def _beside(self, turn: Turn) -> Session:
+        """Return a new session that ends with the messages that a turn answers."""
+        assert turn.answer is not None, "a turn without an answer"
+        source = turn.session
+        session = self._store.open_hidden(source.owner, Conversation(source.conversation.system, turn.answer.parent))
+        session.date, session.title = source.date, source.title
+        self._sessions[session.id] = session
+        return session
 
     def on_ended(self, turn: Turn, *, committed: bool) -> None:
         """Make a committed answer known; forget a session that no request can find any more."""
@@ -102,11 +142,21 @@ class StatelessDoor:
         if session.id not in self._sessions:
             return
         if committed and turn.answer is not None:
-            superseded = self.known.remember(session, turn.answer)
-            if superseded is not None and superseded.turn is None and not self.named.holds(superseded):
-                self._drop(superseded)
+            self._remember(session, turn.answer)
+            for other in turn.others:
+                beside = self._beside(turn)
+                answer = self._runner.keep_other(turn, other, beside)
+                if answer is None:
+                    self._drop(beside)
+                else:
+                    self._remember(beside, answer)
         if not self.known.holds(session) and not (self.named.holds(session) and session.conversation.head is not None):
             self._drop(session)
+
+    def _remember(self, session: Session, answer: Node) -> None:
+        superseded = self.known.remember(session, answer)
+        if superseded is not None and superseded.turn is None and not self.named.holds(superseded):
+            self._drop(superseded)
 
     def _find(self, owner: Owner, name: str | None, messages: Sequence[Message]) -> KnownChain | None:
         """Return what is known of a history: of the conversation of this name, unless another one has more of it."""

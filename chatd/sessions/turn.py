@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from chatd.engine.messages import FinishReason, RequestClass
 from chatd.engine.plan import RequestId
+from chatd.engine.sampling import BeamSearch
 from chatd.errors import ChatdError
 from chatd.protocol import Logprob, Params, Timings, Usage
 from chatd.sessions.conversation import ID_TYPE, Node
@@ -160,6 +161,7 @@ class TurnEnd:
         usage: Of the tokens that are kept.
         timings: Where the time went.
         error: Of a failed turn.
+        others: Of a search, what it found beside the answer, best first.
     """
 
     reason: str
@@ -167,6 +169,22 @@ class TurnEnd:
     usage: Usage | None = None
     timings: Timings | None = None
     error: ChatdError | None = None
+    others: Sequence[OtherAnswer] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OtherAnswer:
+    """An answer that a search found and that was not taken.
+
+    Attributes:
+        text: Of it, complete.
+        answer: Its ids.
+        reason: As in `TurnEnd`.
+    """
+
+    text: str
+    answer: AnswerText
+    reason: str
 
 
 @dataclass(slots=True, eq=False)
@@ -193,6 +211,9 @@ class Turn:
         decided: How the front ended the answer; tokens that come later are dropped.
         cancel_reason: What a cancelled answer is called, where not that.
         ended: Set at the end.
+        sample_of: The turn whose prompt this one answers again.
+        beam: How it searches for its answer, where it does.
+        others: What the search found beside the answer.
     """
 
     session: Session
@@ -214,3 +235,6 @@ class Turn:
     decided: FinishReason | None = None
     cancel_reason: str | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    sample_of: Turn | None = None
+    beam: BeamSearch | None = None
+    others: list[OtherAnswer] = field(default_factory=list)

@@ -13,8 +13,9 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from chatd.engine.messages import Done, FinishReason, Ready, RequestClass
+from chatd.engine.messages import Beams, Done, FinishReason, Ready, RequestClass
 from chatd.engine.plan import RequestId
+from chatd.engine.sampling import BeamSearch, check_beam_search
 from chatd.errors import ChatdError, Conflict, EngineError, RateLimited, Unavailable
 from chatd.protocol import Message, Params, Usage
 from chatd.sessions.conversation import ID_TYPE, Node, Owner, last_answer, pending_after
@@ -25,7 +26,7 @@ from chatd.sessions.model_profile import ModelProfile, draw_seed
 from chatd.sessions.ports import ChatEncoder, Vocabulary
 from chatd.sessions.session import Session
 from chatd.sessions.stats import SessionStats, TurnObserver
-from chatd.sessions.turn import AnswerText, TextDelta, TokenLogprobs, Turn, TurnEnd, TurnSink
+from chatd.sessions.turn import AnswerText, OtherAnswer, TextDelta, TokenLogprobs, Turn, TurnEnd, TurnSink
 
 _log = logging.getLogger(__name__)
 
@@ -97,10 +98,13 @@ class TurnRunner:
         sink: TurnSink,
         request_class: RequestClass,
         on_accepted: Callable[[Turn, Sequence[Node]], None],
+        beam: BeamSearch | None = None,
+        num_samples: int = 1,
     ) -> Turn:
         """Start the session's one turn: the messages are added after `parent`, and an answer is on its way.
 
-        `params` are all there are: those of the session are not looked at.
+        `params` are all there are: those of the session are not looked at. With `beam` the answer is searched for. Of
+        `num_samples` answers this is the first; `begin_sample` must follow for each of the others.
 
         Returns when the request is submitted. `on_accepted` is called in the same step of the loop, before anything
         of the answer can come. Nothing has changed where this raises.
@@ -115,7 +119,7 @@ class TurnRunner:
         check_free(session)
         self.check_ready()
         owner = session.owner
-        if self._num_by_owner[owner] >= self._limits.max_turns_per_user:
+        if self._num_by_owner[owner] + num_samples > self._limits.max_turns_per_user:
             raise RateLimited(
                 f"{self._num_by_owner[owner]} answers are in progress, the limit is {self._limits.max_turns_per_user}",
                 code="too_many_turns",
@@ -129,16 +133,58 @@ class TurnRunner:
             request_class,
             accepted_at=self._monotonic(),
             previous_head=session.conversation.head,
+            beam=beam,
         )
         session.turn = turn
-        self._num_by_owner[owner] += 1
+        self._num_by_owner[owner] += num_samples
         try:
             prompt_ids = await self._encode(session, parent, messages)
             self._accept(turn, parent, messages, prompt_ids, on_accepted)
         except BaseException:
+            self._uncount(owner, num_samples - 1)
             self._free(turn)
             raise
         return turn
+
+    def begin_sample(
+        self,
+        first: Turn,
+        session: Session,
+        params: Params,
+        sink: TurnSink,
+        on_accepted: Callable[[Turn, Sequence[Node]], None],
+    ) -> Turn:
+        """Start another answer to the prompt of a turn that was just begun, in a session that ends with its messages.
+
+        Does not await, and encodes nothing.
+
+        Raises:
+            Unavailable: `engine_unavailable`.
+            InvalidRequest: A parameter is out of range.
+        """
+        assert first.answer is not None, "a sample of a turn that was not accepted"
+        turn = Turn(
+            session,
+            sink,
+            self._new_id("resp"),
+            params,
+            first.request_class,
+            accepted_at=first.accepted_at,
+            previous_head=session.conversation.head,
+            sample_of=first,
+        )
+        session.turn = turn
+        self.requests.share_prompt(first.session, first.answer, session)
+        try:
+            self._accept(turn, first.answer.parent, [], list(first.answer.prompt_ids), on_accepted)
+        except BaseException:
+            self._free(turn)
+            raise
+        return turn
+
+    def forgo_samples(self, owner: Owner, count: int) -> None:
+        """Give up answers that were to follow a first one and will not begin."""
+        self._uncount(owner, count)
 
     async def _encode(self, session: Session, parent: Node | None, messages: Sequence[Message]) -> list[int]:
         """Return what the messages add to the log; the templates and tokenizers run in a thread."""
@@ -164,6 +210,8 @@ class TurnRunner:
         num_prompt_tokens = (0 if parent is None else parent.num_tokens) + len(prompt_ids)
         self.model.check_prompt(num_prompt_tokens)
         sampling = self.model.resolve(turn.params, num_prompt_tokens, draw=self._draw)
+        if turn.beam is not None:
+            check_beam_search(turn.beam, sampling, self.model.vocab_size)
         turn.text = AnswerText(
             self._vocabulary.detokenizer(), turn.params.stop, frozenset(sampling.stop_token_ids), self._token_text
         )
@@ -240,6 +288,56 @@ class TurnRunner:
             self.requests.finish(turn, answer.num_tokens + len(text.ids))
         if delta is not None:
             self._deliver(turn, answer, delta)
+
+    def on_beams(self, found: Beams) -> None:
+        """Take what a search found: the best sequence is the answer."""
+        turn = self.requests.turn_of(found.request)
+        if turn is None or turn.decided is not None:
+            return
+        best, *others = found.sequences
+        self.on_tokens(found.request, best.ids, None)
+        assert turn.answer is not None and turn.answer.sampling is not None, "a search without an answer"  # noqa: PT018
+        hidden_ids = frozenset(turn.answer.sampling.stop_token_ids)
+        for sequence in others:
+            answer = AnswerText(self._vocabulary.detokenizer(), (), hidden_ids)
+            deltas = (answer.push(sequence.ids), answer.flush())
+            text = "".join(delta.text for delta in deltas if delta is not None)
+            if sequence.reason is FinishReason.STOP and self._is_foreign_stop(answer.ids[-1]):
+                answer.ids.pop()
+            reason = self._name_of(turn, sequence.reason, turn.answer.num_tokens, len(answer.ids))
+            turn.others.append(OtherAnswer(text, answer, reason))
+
+    def keep_other(self, turn: Turn, other: OtherAnswer, session: Session) -> Node | None:
+        """Commit an answer that a search found beside the one that was taken, in a session that ends with its messages.
+
+        The session shares the prompt; what it lacks of the answer is computed when it is used.
+
+        Returns:
+            None where later prompts would have other ids of either answer than were computed.
+        """
+        best, conversation = turn.answer, session.conversation
+        assert best is not None and turn.text is not None, "a search ended without an answer"  # noqa: PT018
+        if best.ids is not turn.text.ids or self._encoder.settle(other.answer.ids) is not None:
+            return None
+        assert best.sampling is not None, "an answer without its parameters"
+        assert best.usage is not None, "an answer in progress"
+        assert best.timings is not None, "an answer in progress"
+        num_prompt_tokens = best.num_tokens_before + len(best.prompt_ids)
+        self.requests.share_prompt(turn.session, best, session)
+        answer = conversation.begin_answer(
+            self._new_id("msg"), best.parent, best.prompt_ids, best.sampling, best.stop_strings
+        )
+        answer.append_text(other.text)
+        completed = other.reason in (FinishReason.STOP, FinishReason.STOP_STRING)
+        conversation.end_answer(
+            answer,
+            status="completed" if completed else "incomplete",
+            reason=other.reason,
+            usage=Usage.of(num_prompt_tokens, best.usage.cached_tokens, len(other.answer.ids)),
+            timings=best.timings,
+        )
+        answer.ids = other.answer.ids
+        return answer
 
     def on_done(self, done: Done) -> None:
         """End the turn of a request."""
@@ -325,7 +423,7 @@ class TurnRunner:
         for observer in self.observers:
             observer.turn_ended(session.owner, named, usage, timings)
         self._on_ended(turn, True)
-        turn.sink.on_end(turn, TurnEnd(named, completed, usage, timings))
+        turn.sink.on_end(turn, TurnEnd(named, completed, usage, timings, others=turn.others))
 
     def _settle(self, session: Session, answer: Node, text: AnswerText) -> bool:
         """Give an answer the ids that later prompts have of it, and note how much of them the lease holds.
@@ -365,11 +463,14 @@ class TurnRunner:
         assert session.turn is turn, "a turn ends that is not the session's"
         session.turn = None
         session.latest.queued = session.latest.prefill = None
-        self._num_by_owner[session.owner] -= 1
-        if self._num_by_owner[session.owner] <= 0:
-            del self._num_by_owner[session.owner]
+        self._uncount(session.owner, 1)
         self.requests.forget(turn)
         turn.ended.set()
+
+    def _uncount(self, owner: Owner, count: int) -> None:
+        self._num_by_owner[owner] -= count
+        if self._num_by_owner[owner] <= 0:
+            del self._num_by_owner[owner]
 
     def _deliver(self, turn: Turn, answer: Node, delta: TextDelta) -> None:
         answer.append_text(delta.text)

@@ -73,13 +73,15 @@ class KeyQuota:
         self._tokens = _per_minute(limits.tokens_per_minute, now)
         self.num_inflight = 0
 
-    def admit(self) -> None:
-        """Let one more answer begin; `finish` must follow.
+    def admit(self, num_answers: int = 1) -> None:
+        """Let so many more answers begin; `finish` must follow.
+
+        Each counts as a request of its own.
 
         Raises:
             RateLimited: Says which limit, and when to come back. Nothing was charged.
         """
-        if self.num_inflight >= self._limits.max_inflight:
+        if self.num_inflight + num_answers > self._limits.max_inflight:
             raise RateLimited(
                 f"{self.num_inflight} answers are in progress, the limit is {self._limits.max_inflight}"
                 " (quotas.max_inflight)",
@@ -96,19 +98,19 @@ class KeyQuota:
                 "tokens", self._tokens.wait_s(now, 1.0), self._limits.tokens_per_minute, "tokens_per_minute"
             )
         if self._requests is not None:
-            self._requests.take(now, 1.0)
-        self.num_inflight += 1
+            self._requests.take(now, float(num_answers))
+        self.num_inflight += num_answers
 
-    def refund(self) -> None:
+    def refund(self, num_answers: int = 1) -> None:
         """Undo one `admit` whose request was refused before it began."""
         if self._requests is not None:
-            self._requests.take(self._clock(), -1.0)
-        self.finish(0)
+            self._requests.take(self._clock(), -float(num_answers))
+        self.finish(0, num_answers)
 
-    def finish(self, num_tokens: int) -> None:
-        """End one answer and charge its tokens."""
-        assert self.num_inflight > 0, "an answer ended that was not admitted"
-        self.num_inflight -= 1
+    def finish(self, num_tokens: int, num_answers: int = 1) -> None:
+        """End the answers of one `admit` and charge their tokens."""
+        assert self.num_inflight >= num_answers, "an answer ended that was not admitted"
+        self.num_inflight -= num_answers
         if self._tokens is not None and num_tokens:
             self._tokens.take(self._clock(), float(num_tokens))
 

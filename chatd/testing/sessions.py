@@ -23,6 +23,8 @@ from typing import Any
 from chatd.engine.client import EngineDied, EngineEvent
 from chatd.engine.core import EngineConfig, EngineCore
 from chatd.engine.messages import (
+    Beams,
+    BeamSequence,
     Cancel,
     Done,
     EngineMessage,
@@ -262,11 +264,29 @@ class ScriptedEngine:
             return
         log = [*held[: message.base_len], *message.new_ids]
         self.leases[message.lease] = log
+        if message.beam is not None:
+            self._search(message, log)
+            return
         answer = [] if message.compute_only else [*self.reply(list(log))]
         if not message.compute_only and (not answer or answer[-1] not in message.params.stop_token_ids):
             answer += [answer[-1] if answer else 0] * (message.params.max_tokens - len(answer))
         self.running[message.request] = _Running(message, len(log), message.base_len, answer)
         self._outbox.append(Started(message.request, len(log), message.base_len, 0.0))
+
+    def _search(self, message: Submit, log: list[int]) -> None:
+        """Find as many answers as are wanted, by asking for a reply so often."""
+        assert message.beam is not None, "no search"
+        found = []
+        for rank in range(message.beam.num_returned):
+            ids = [*self.reply(list(log))]
+            ends = bool(ids) and ids[-1] in message.params.stop_token_ids
+            found.append(BeamSequence(ids, -0.5 - rank, FinishReason.STOP if ends else FinishReason.MAX_OUTPUT_TOKENS))
+        best = found[0]
+        self.running[message.request] = _Running(message, len(log), message.base_len, best.ids, len(best.ids))
+        self.leases[message.lease] = [*log, *best.ids]
+        self._outbox.append(Started(message.request, len(log), message.base_len, 0.0))
+        self._outbox.append(Beams(message.request, found))
+        self._end(message.request, best.reason)
 
     def _end(self, request: RequestId, reason: FinishReason, error_code: str = "", error_message: str = "") -> None:
         running = self.running.pop(request, None)
@@ -385,7 +405,13 @@ class CoreEngine:
 
     def _truth(self, request: RequestId) -> Truth:
         assert self.log_of is not None, "nobody says what the requests are"
-        tenant, ids = self.log_of(request)
+        group = self.core.scheduler.requests[request].group
+        tenant, ids = self.log_of(request if group is None else group.head.request_id)
+        if group is not None:
+            # A search's prompt is what the sessions know of it; what a beam goes on with is the engine's to say.
+            beam = self.core.scheduler.requests[request].lease.token_ids
+            assert list(beam[: len(ids)]) == list(ids), f"beam {request} has another prompt"
+            ids = beam
         return Truth(tenant or None, chains_of(ids))
 
 

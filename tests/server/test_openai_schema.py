@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from chatd.engine.sampling import BeamSearch
 from chatd.errors import InvalidRequest
 from chatd.protocol import Message, Params
-from chatd.server.openai_schema import INFORMATIONAL, decode_chat_request
+from chatd.server.openai_schema import INFORMATIONAL, beam_search_of, decode_chat_request
 
 GOOD: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -52,8 +53,14 @@ NEUTRAL = [
     ("made_up", {}),
 ]
 REFUSED = [
-    ("n", 2, "unsupported_parameter"),
-    ("n", True, "unsupported_parameter"),
+    ("n", 9, "invalid_request"),
+    ("n", 0, "invalid_request"),
+    ("n", True, "invalid_request"),
+    ("best_of", 3, "unsupported_parameter"),
+    ("beam_width", 3, "unsupported_parameter"),
+    ("length_penalty", 2.0, "unsupported_parameter"),
+    ("early_stopping", True, "unsupported_parameter"),
+    ("early_stopping", "soon", "invalid_request"),
     ("tools", [{"type": "function"}], "unsupported_parameter"),
     ("tool_choice", "required", "unsupported_parameter"),
     ("functions", [{}], "unsupported_parameter"),
@@ -167,3 +174,27 @@ def test_parameters_have_their_native_names() -> None:
 def test_fields_that_need_each_other_are_refused_alone() -> None:
     assert refusal(top_logprobs=1).param == "top_logprobs"
     assert refusal(stream_options={"include_usage": True}).param == "stream_options"
+
+
+def test_a_search_is_asked_for_by_the_names_of_vllm() -> None:
+    request, _, _ = decode(use_beam_search=True, n=2, best_of=5, length_penalty=0.5, early_stopping="never")
+    search = BeamSearch(width=5, num_returned=2, length_penalty=0.5, early_stopping="never")
+    assert beam_search_of(request) == search
+    assert beam_search_of(decode(use_beam_search=True, n=3)[0]) == BeamSearch(width=3, num_returned=3)
+    assert beam_search_of(decode(use_beam_search=True, beam_width=4)[0]) == BeamSearch(width=4)
+    assert beam_search_of(decode(use_beam_search=False, n=3, best_of=3)[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stream": True}, "stream"),
+        ({"stop": "x"}, "stop"),
+        ({"logprobs": True}, "logprobs"),
+        ({"n": 4, "best_of": 2}, "n"),
+        ({"best_of": 11}, "best_of"),
+        ({"beam_width": 0}, "beam_width"),
+    ],
+)
+def test_what_a_search_cannot_do_is_refused_by_name(fields, param) -> None:
+    assert refusal(use_beam_search=True, **fields).param == param
