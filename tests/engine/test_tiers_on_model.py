@@ -81,6 +81,18 @@ def test_a_session_answers_alike_from_every_tier(load_tiny, real_engine, below, 
     assert found == {Tier.DEVICE: len(FIRST) + 11, Tier.HOST: full, Tier.DISK: full, Tier.TOKENS: 0}
 
 
+def test_a_session_comes_back_from_the_disk_of_an_engine_that_is_gone(load_tiny, real_engine, below):
+    model = load_tiny("fp16")
+    engine = talk(below(model, Tier.DISK))
+    engine.core.tiers.disk.close()
+    history = [*FIRST, *engine.ids[1], *SECOND]
+    after = below(model, Tier.DISK)
+    after.submit(9, history, **ANSWER)
+    after.run()
+    assert (after.ids[9], after.logprobs[9]) == fresh_answer(real_engine, model, history)
+    assert after.done[9].num_cached_tokens == (len(FIRST) + 11) // 16 * 16
+
+
 def test_one_flipped_byte_in_the_host_changes_the_answer(load_tiny, real_engine, below):
     model = load_tiny("fp16")
     engine = leave(talk(below(model, Tier.HOST)), Tier.HOST)
