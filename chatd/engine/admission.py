@@ -10,6 +10,7 @@ from chatd.engine.cost_model import StepRoom
 from chatd.engine.draft import Draft
 from chatd.engine.engine_config import EngineConfig
 from chatd.engine.fairness import VirtualCounters
+from chatd.engine.joins import Joins
 from chatd.engine.messages import WaitReason
 from chatd.engine.preemption import choose_over_block_share, choose_over_slot_share
 from chatd.engine.request import Request
@@ -27,6 +28,7 @@ class Admission:
         leases: Of the same manager.
         counters: Say which tenants are over their shares.
         moves: Find what can be loaded instead of being computed.
+        joins: Find who computes the same.
         running: The scheduler's own list of admitted requests; only read here.
         beams: Say how many slots are taken.
         preempt: Sends one of them back to the queue for another one's sake; it waits for the given reason from then on.
@@ -39,6 +41,7 @@ class Admission:
         leases: LeaseTable,
         counters: VirtualCounters,
         moves: BlockMoves,
+        joins: Joins,
         running: list[Request],
         beams: Beams,
         preempt: Callable[[Request, Request, WaitReason], None],
@@ -48,6 +51,7 @@ class Admission:
         self._leases = leases
         self._counters = counters
         self._moves = moves
+        self._joins = joins
         self._running = running
         self._beams = beams
         self._preempt = preempt
@@ -65,12 +69,26 @@ class Admission:
         """Make sure of a slot, if need be at the cost of a tenant over its share of them; else say why not."""
         wanted = self._beams.num_slots_of(request)
         while wanted and self._beams.num_slots() + wanted > self._config.max_num_seqs:
+            if self.join(request):
+                return False
             victim = choose_over_slot_share(self._running, request, self._counters, self._config.max_num_seqs)
             if victim is None:
                 request.why = WaitReason.SLOTS
                 return False
             self._preempt(victim, request, WaitReason.SLOTS)
         return True
+
+    def join(self, request: Request) -> bool:
+        """Set a request aside that needs what a running one is about to compute.
+
+        Nothing is looked up again before another request of its tenant has been admitted.
+        """
+        if not self._joins.has_news(request):
+            return False
+        lease = request.lease
+        return self._joins.join(
+            request, self._kv.get_computed_blocks(lease.table, lease.token_ids, last_too=request.compute_only)
+        )
 
     def take_first_chunk(self, request: Request, room: StepRoom, most: int | None) -> Draft | None:
         """Take the slots of the first chunk, if need be at the cost of a tenant over its share of blocks.
@@ -81,7 +99,8 @@ class Admission:
             most: Tokens that its class may take now; None is no limit.
 
         Returns:
-            None for "not now"; `request.why` says what is missing. No rows where only the prompt is to be computed,
+            None for "not now"; `request.why` says what is missing, or it was set aside since another request computes
+            what it needs. No rows where only the prompt is to be computed,
             and all of it was found.
         """
         table = request.lease.table
@@ -94,6 +113,9 @@ class Admission:
             if computed:
                 self._kv.allocate_slots(table, start, computed)
             return Draft(request, Allocation(table, len(table.block_ids)), start, 0, is_decode=False)
+        if self._joins.join(request, computed):
+            self._leases.set_state(request.lease, LeaseState.QUEUED, is_offer=False)
+            return None
         if self._moves.must_wait(request, start):
             self._leases.set_state(request.lease, LeaseState.QUEUED, is_offer=False)
             return None

@@ -23,6 +23,11 @@ CLASS_MIN_SHARE = 0.1
 _CLASS_ORDER = (RequestClass.INTERACTIVE, RequestClass.BATCH, RequestClass.PREFILL_AHEAD)
 
 
+def highest_class(classes: Collection[RequestClass]) -> RequestClass:
+    """Return the class that goes first."""
+    return min(classes, key=_CLASS_ORDER.index)
+
+
 class VirtualCounters:
     """Service that each tenant has had, by its weight.
 
@@ -123,6 +128,9 @@ class TenantQueue:
     def __iter__(self) -> Iterator[Request]:
         return (self._requests[key] for key in self._keys)
 
+    def __contains__(self, request: Request) -> bool:
+        return self._requests.get(request.sort_key) is request
+
     @property
     def head(self) -> Request:
         """The next one of a queue that is not empty."""
@@ -180,6 +188,18 @@ class WaitingRequests:
         self.remove(request)
         self.add(request)
 
+    def set_class(self, request: Request, schedule_class: RequestClass) -> None:
+        """Change a request's place in the schedule, whether it waits or not."""
+        if request.schedule_class is schedule_class:
+            return
+        queue = self._queues[request.schedule_class].get(request.tenant)
+        is_queued = queue is not None and request in queue
+        if is_queued:
+            self.remove(request)
+        request.schedule_class = schedule_class
+        if is_queued:
+            self.add(request)
+
     def is_aside(self, request: Request) -> bool:
         """Return whether a request is set aside."""
         return request.request_id in self._aside
@@ -187,7 +207,7 @@ class WaitingRequests:
     def add(self, request: Request) -> None:
         """Queue a request; its key is made here and stays until it leaves."""
         request.sort_key = self.key(request)
-        self._queues[request.request_class].setdefault(request.tenant, TenantQueue()).add(request)
+        self._queues[request.schedule_class].setdefault(request.tenant, TenantQueue()).add(request)
         self._length += 1
 
     def key(self, request: Request) -> tuple[float, int]:
@@ -199,7 +219,7 @@ class WaitingRequests:
         self._length -= 1
         if self._aside.pop(request.request_id, None) is not None:
             return
-        tenants = self._queues[request.request_class]
+        tenants = self._queues[request.schedule_class]
         tenants[request.tenant].remove(request)
         if not tenants[request.tenant]:
             del tenants[request.tenant]

@@ -98,6 +98,16 @@ def _check_requests(scheduler: Scheduler, leases: LeaseTable) -> Iterator[int]:
         assert is_running or may_hold or not request.lease.table.block_ids, f"{request} holds blocks"
         has_work = request.num_remaining_tokens >= 1 or request.is_stalled
         assert not is_running or has_work, f"I8: {request} has nothing to compute"
+    for group in scheduler.joins.groups:
+        leader = group.leader
+        assert leader.request_id in scheduler.requests, f"I13: {leader} has ended and leads"
+        assert not scheduler.joins.has_joined(leader), f"{leader} leads and waits for another one's prefix"
+        assert group.joiners, f"{leader} leads nobody"
+        for joiner, num_shared in group.joiners.values():
+            assert scheduler.waiting.is_aside(joiner), f"{joiner} has joined and is a candidate"
+            assert joiner.tenant == leader.tenant, f"{joiner} has joined a request of another tenant"
+            assert num_shared < joiner.num_tokens or joiner.compute_only, f"I8: {joiner} waits for all of its prompt"
+            assert leader.num_computed_tokens < num_shared, f"{joiner} waits for what is computed"
     busy = {request.lease.lease_id for request in scheduler.requests.values()}
     assert len(busy) == len(scheduler.requests), "two requests on one lease"
     yield len(scheduler.requests)

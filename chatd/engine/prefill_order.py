@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from chatd.engine.fairness import ClassShares, Tenant, VirtualCounters, WaitingRequests
+from chatd.engine.fairness import ClassShares, Tenant, TenantQueue, VirtualCounters, WaitingRequests
 from chatd.engine.messages import RequestClass
 from chatd.engine.request import Request, RequestStatus
 
@@ -31,7 +31,7 @@ class PrefillOrder:
     ) -> None:
         self._running: dict[RequestClass, dict[Tenant, list[Request]]] = {}
         for request in prefills:
-            self._running.setdefault(request.request_class, {}).setdefault(request.tenant, []).append(request)
+            self._running.setdefault(request.schedule_class, {}).setdefault(request.tenant, []).append(request)
         self._waiting = waiting
         self._counters = counters
         self._classes = classes
@@ -49,9 +49,9 @@ class PrefillOrder:
 
     def serve(self, request: Request, num_tokens: int) -> None:
         """Count rows that a candidate was given; it is no candidate any more."""
-        classes = [name for name in RequestClass if self._tenants(name) or name is request.request_class]
+        classes = [name for name in RequestClass if self._tenants(name) or name is request.schedule_class]
         self._drop(request)
-        self._classes.charge(request.request_class, num_tokens, classes)
+        self._classes.charge(request.schedule_class, num_tokens, classes)
         served = self._served.get(request.tenant, 0.0)
         self._served[request.tenant] = served + num_tokens / self._counters.weight(request.tenant)
 
@@ -61,12 +61,12 @@ class PrefillOrder:
             self._closed.add(request.tenant)
         self._drop(request)
 
-    def untried(self) -> Iterator[Request]:
-        """Yield the next one of each queue that was not reached: the step was full before."""
+    def untried(self) -> Iterator[TenantQueue]:
+        """Yield each queue whose next one was not reached: the step was full before."""
         for name in RequestClass:
-            for tenant, queue in self._waiting.of(name).items():
+            for tenant, queue in list(self._waiting.of(name).items()):
                 if tenant not in self._closed:
-                    yield queue.head
+                    yield queue
 
     def close(self) -> None:
         """Admit nobody any more: what becomes free is for the one that waits for blocks."""
@@ -90,9 +90,10 @@ class PrefillOrder:
         return (served, self._counters.num_requests(tenant), tenant or "")
 
     def _drop(self, request: Request) -> None:
-        tenants = self._running.get(request.request_class, {})
-        mine = tenants.get(request.tenant, [])
-        if request in mine:
-            mine.remove(request)
-            if not mine:
-                del tenants[request.tenant]
+        # Its class may have changed since, by whom it leads.
+        for tenants in self._running.values():
+            mine = tenants.get(request.tenant, [])
+            if request in mine:
+                mine.remove(request)
+                if not mine:
+                    del tenants[request.tenant]

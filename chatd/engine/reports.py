@@ -161,6 +161,7 @@ class Reporter:
             self.num_failed_steps,
             self.integrity_errors,
             self._scheduler.num_swapped,
+            self._scheduler.joins.num_joins,
         )
 
     def frame(self, now: float) -> PoolFrame:

@@ -57,7 +57,8 @@ class Request:
         request_id: The front's.
         lease: Where its ids and blocks are.
         params: Resolved sampling parameters.
-        request_class: Its place in the schedule.
+        request_class: Its place in the schedule, as the front chose it.
+        schedule_class: Its place now: the highest of its own class and those of the requests that wait for it.
         keep_lease: Whether the lease outlives it.
         compute_only: It ends when its prompt is computed, and draws nothing.
         stop_ids: Drawing one of these ends the answer.
@@ -66,10 +67,13 @@ class Request:
         arrival_s: When it was submitted.
         admission: Counts admissions; the greatest is the youngest. 0 while it waits for its first.
         safe_until: It is not preempted before so many tokens are computed: what it lost the last time, and one.
+        num_leads_seen: Admissions of its tenant when it was last looked whether one of them computes its prefix.
         num_charged_tokens: Prompt tokens that its tenant has paid for.
         why: Why it waits.
         told: Its place in its tenant's queue and `why`, as last told to the front.
         is_started: `Started` was said.
+        has_joined: It has waited for a prefix that another request computed.
+        is_overtaken: Others that needed its prefix compute it themselves now.
         is_preempted: It lost its blocks and has not gone on yet.
         sort_key: Its place in the queue that it waits in.
         retry_at: The state of the pool in which there were too few blocks for it.
@@ -85,7 +89,9 @@ class Request:
         "compute_only",
         "first_token_s",
         "group",
+        "has_joined",
         "has_loaded",
+        "is_overtaken",
         "is_preempted",
         "is_started",
         "keep_lease",
@@ -94,6 +100,7 @@ class Request:
         "num_cached_tokens",
         "num_charged_tokens",
         "num_fetched_blocks",
+        "num_leads_seen",
         "num_preemptions",
         "num_prefill_tokens",
         "num_prompt_tokens",
@@ -102,6 +109,7 @@ class Request:
         "request_id",
         "retry_at",
         "safe_until",
+        "schedule_class",
         "sort_key",
         "status",
         "stop_ids",
@@ -124,7 +132,7 @@ class Request:
         self.request_id = request_id
         self.lease = lease
         self.params = params
-        self.request_class = request_class
+        self.request_class = self.schedule_class = request_class
         self.keep_lease = keep_lease
         self.compute_only = compute_only
         self.stop_ids = stop_ids
@@ -133,6 +141,7 @@ class Request:
         self.num_prompt_tokens = len(lease.token_ids)
         self.num_cached_tokens = 0
         self.num_charged_tokens = 0
+        self.num_leads_seen = 0
         self.num_prefill_tokens = 0
         self.num_preemptions = 0
         self.admission = 0
@@ -141,6 +150,8 @@ class Request:
         self.why = WaitReason.FAIR_SHARE
         self.is_started = False
         self.is_preempted = False
+        self.is_overtaken = False
+        self.has_joined = False
         self.told: tuple[int, WaitReason] | None = None
         self.sort_key = (0.0, 0)
         self.retry_at = (-1, -1)

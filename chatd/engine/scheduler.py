@@ -27,6 +27,7 @@ from chatd.engine.fairness import (
     VirtualCounters,
     WaitingRequests,
 )
+from chatd.engine.joins import MAX_JOINS_PER_STEP, Joins
 from chatd.engine.messages import Beams as BeamsFound
 from chatd.engine.messages import (
     Done,
@@ -67,6 +68,7 @@ class Scheduler:
         waiting: The others.
         samples: Which of those wait for another one's prompt.
         beams: The searches; each of their beams is a request here.
+        joins: Which of those wait for a prefix that another one computes.
         admission: Lets them run.
         moves: Blocks that go to the tiers below the pool and come back.
         outbox: Messages for the front, in order; whoever sends them clears it.
@@ -92,10 +94,11 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting = WaitingRequests(config.cost.per_row_s)
         self.samples = Samples(leases, self.waiting)
+        self.joins = Joins(kv, self.waiting)
         self.beams = Beams(leases, self.requests, self.running, self.waiting)
         self.moves = BlockMoves(config, kv, leases, self.waiting, tiers, self.cost)
         self.admission = Admission(
-            config, kv, leases, self.counters, self.moves, self.running, self.beams, self._preempt
+            config, kv, leases, self.counters, self.moves, self.joins, self.running, self.beams, self._preempt
         )
         self.outbox: list[EngineMessage] = []
         self.counts: dict[Tenant, TenantCounts] = {}
@@ -164,6 +167,7 @@ class Scheduler:
         if not self._drafts:
             self._break_stall(now, only)
         if only is None and self._drafts:
+            self.joins.on_planned(self._drafts.keys())
             self.moves.store_ahead(self._last_step_s)
         return self._build()
 
@@ -211,6 +215,8 @@ class Scheduler:
             self.kv.commit(draft.allocation, end, ids)
             if not draft.is_decode:
                 self._commit_prefill(draft, end)
+            elif self.joins.is_leading(request):
+                self.joins.lead(request)
             if candidates is not None:
                 self.counters.charge(request.tenant, OUTPUT_TOKEN_COST)
                 if self.beams.take(request, candidates) and request.group is not None:
@@ -291,6 +297,11 @@ class Scheduler:
 
     def _place_prefill(self, request: Request, room: StepRoom, most: int | None) -> None:
         start = request.num_computed_tokens
+        if request.is_overtaken:
+            request.is_overtaken = False
+            if self.kv.take_computed_blocks(request.lease.table, request.lease.token_ids):
+                self._count_cached(request, start, request.num_computed_tokens)
+                start = request.num_computed_tokens
         if self.moves.must_wait(request, start):
             return
         loads = self.moves.take_loads(request, start, room)
@@ -322,8 +333,16 @@ class Scheduler:
                 if is_waiting and request.why is WaitReason.NO_BLOCKS and self.admission.is_under_block_share(request):
                     order.close()
                 order.skip(request)
-        for request in order.untried():
-            request.why = WaitReason.FAIR_SHARE
+        self._pass_over(order)
+
+    def _pass_over(self, order: PrefillOrder) -> None:
+        """Say why those wait that a full step did not reach; to wait for another one's prefix takes no room in it."""
+        num_joins = MAX_JOINS_PER_STEP
+        for queue in order.untried():
+            while num_joins and len(queue) and self.admission.join(queue.head):
+                num_joins -= 1
+            if len(queue):
+                queue.head.why = WaitReason.FAIR_SHARE
 
     def _admit(self, request: Request, room: StepRoom, most: int | None, now: float) -> bool:
         """Let a waiting request run with its first chunk; False for "not now"."""
@@ -350,6 +369,7 @@ class Scheduler:
         request.admission = self._num_admissions
         self.running.append(request)
         self._drafts[request.request_id] = draft
+        self.joins.begin(request)
         self._note("admit", request, draft.start, draft.num_tokens)
         return True
 
@@ -408,9 +428,14 @@ class Scheduler:
         """Count what was loaded as what was found computed."""
         request, end = draft.request, draft.start + draft.num_tokens
         self.kv.commit(draft.allocation, end, request.lease.token_ids)
+        self.joins.lead(request)
         if request.is_started:
             self._tell_resumed(request)
-        cached = min(end, request.num_prompt_tokens) - max(request.num_charged_tokens, draft.start)
+        self._count_cached(request, draft.start, end)
+
+    def _count_cached(self, request: Request, start: int, end: int) -> None:
+        """Count tokens of a prompt that was admitted before and now need not be computed."""
+        cached = min(end, request.num_prompt_tokens) - max(request.num_charged_tokens, start)
         if cached <= 0:
             return
         request.num_cached_tokens += cached
@@ -438,6 +463,7 @@ class Scheduler:
         if charged > request.num_charged_tokens:
             self.counters.charge(request.tenant, PROMPT_TOKEN_COST * (charged - request.num_charged_tokens))
             request.num_charged_tokens = charged
+        self.joins.lead(request)
         if end >= request.num_prompt_tokens:
             self.samples.on_computed(request)
         if end < request.num_tokens and request.is_told:
@@ -503,6 +529,7 @@ class Scheduler:
         self.waiting.add(victim)
         self.leases.set_state(victim.lease, LeaseState.QUEUED)
         self.samples.on_lost(victim)
+        self.joins.on_lost(victim)
         if victim.is_stalled:
             self.waiting.set_aside(victim)  # What it has to say is known already.
         if victim.is_told:
@@ -527,6 +554,7 @@ class Scheduler:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
         self.samples.on_lost(request)
+        self.joins.on_lost(request)
         del self.requests[request.request_id]
         self.counters.leave(request.tenant)
         lease, num_output = request.lease, request.num_output_tokens

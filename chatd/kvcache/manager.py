@@ -15,6 +15,9 @@ from chatd.kvcache.block_pool import SHARED, BlockPool
 from chatd.kvcache.block_table import BlockTable
 from chatd.kvcache.prefix_index import Namespace, NamespaceId, PrefixEntry, PrefixIndex
 
+BlockKey = tuple[NamespaceId, int, bytes]
+"""Which block: its namespace, the serial of its parent's entry (0 at the start of a sequence), and its tokens."""
+
 ID_TYPECODE = "i"
 
 
@@ -86,6 +89,32 @@ class KVCacheManager:
             found.append(entry.block_id)
             parent = entry
         return found
+
+    def take_computed_blocks(self, table: BlockTable, token_ids: array[int]) -> bool:
+        """Have a table hold what `get_computed_blocks` finds for it; return whether that was anything."""
+        computed = self.get_computed_blocks(table, token_ids)
+        if not computed:
+            return False
+        self.allocate_slots(table, self.num_tokens_with(table, computed), computed)
+        return True
+
+    def next_block(
+        self, table: BlockTable, token_ids: array[int], computed: Sequence[BlockId] = (), *, last_too: bool = True
+    ) -> BlockKey | None:
+        """Return which block goes on where the table's full blocks, and those that were found for it, end.
+
+        None where its tokens are not all there, or what it hangs on is not registered.
+        """
+        self.adopt(table)
+        size = self.block_size
+        place = table.num_computed_tokens // size + len(computed)
+        if place >= (len(token_ids) - (not last_too)) // size:
+            return None
+        parent = self.pool.blocks[computed[-1]].entry if computed else self._entry(table, place - 1)
+        if place and parent is None:
+            return None
+        tokens = token_ids[place * size : (place + 1) * size].tobytes()
+        return (table.namespace, 0 if parent is None else parent.serial, tokens)
 
     def num_tokens_with(self, table: BlockTable, computed: Sequence[BlockId]) -> int:
         """Return the computed tokens of a table once it holds the blocks that were found for it."""

@@ -62,6 +62,7 @@ def simulate_run(run: Run) -> Counter[str]:
         logging.disable(logging.NOTSET)
     counts, core = simulation.counts, simulation.core
     counts["preempted"] = core.scheduler.num_preemptions
+    counts["joined"] = core.scheduler.joins.num_joins
     counts["swapped"] = core.scheduler.num_swapped
     counts["evicted"] = core.pool.num_evictions
     counts["from disk"] = 0 if simulation.disk is None else simulation.disk.num_loaded

@@ -18,7 +18,7 @@ class FakeRequest:
         self.num_remaining_tokens = tokens
         self.arrival_s = arrival_s
         self.tenant = tenant
-        self.request_class = request_class
+        self.request_class = self.schedule_class = request_class
         self.sort_key = (0.0, 0)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from chatd.engine.joins import Joins
 from chatd.engine.messages import Cancel, FinishReason, Fork, LeaseId, Started, Waiting, WaitReason
 from chatd.engine.plan import RequestId
 from chatd.engine.samples import Samples
@@ -189,6 +190,7 @@ def test_samples_of_a_prompt_that_goes_on_from_a_shared_lease_need_no_ids_again(
 
 def test_the_test_would_see_a_prompt_computed_twice(monkeypatch):
     monkeypatch.setattr(Samples, "follow", lambda *_: None)
+    monkeypatch.setattr(Joins, "join", lambda *_: False)
     engine = EngineHarness()
     follow(engine, 3, max_tokens=1)
     engine.run()

@@ -44,7 +44,7 @@ def test_every_invariant_holds_after_every_step(shape, hash_name):
         assert counts[f"verb {verb}"] > 10, f"{verb} was hardly asked for: {counts}"
     for what in (
         *("cached_tokens", "forked", "cancelled", "finished", "trimmed busy"),
-        *("end failed", "preempted", "evicted", "end stop", "sampled", "searched"),
+        *("end failed", "preempted", "evicted", "joined", "end stop", "sampled", "searched"),
     ):
         assert counts[what] > 10, f"{what} hardly happened: {counts}"
     if SHAPES[shape].host_slots:
