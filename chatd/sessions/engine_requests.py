@@ -63,7 +63,8 @@ class EngineRequests:
 
     def __init__(self, engine: EngineGateway) -> None:
         self._engine = engine
-        self._epoch = 0  # counts engine processes; a lease of an earlier one holds nothing
+        self.epoch = 0
+        """Counts engine processes; a lease of an earlier one holds nothing."""
         self._last_request = 0
         self._turns: dict[RequestId, Turn] = {}
         self._forks: dict[LeaseId, asyncio.Future[Forked]] = {}
@@ -85,8 +86,8 @@ class EngineRequests:
         """
         answer, lease = turn.answer, turn.session.lease
         assert answer is not None and answer.sampling is not None, "a turn without its answer is submitted"  # noqa: PT018
-        if lease.epoch != self._epoch:
-            lease.epoch, lease.node, lease.num_tokens, lease.fork_of, lease.ahead = self._epoch, None, 0, None, None
+        if lease.epoch != self.epoch:
+            lease.epoch, lease.node, lease.num_tokens, lease.fork_of, lease.ahead = self.epoch, None, 0, None, None
         if lease.ahead is not None:
             # Not two requests on one lease; what was computed stays.
             self._engine.send(Cancel(lease.ahead))
@@ -205,10 +206,10 @@ class EngineRequests:
         lost, and the log is sent as a whole.
         """
         held = min(common_length(source.lease.node, node), source.lease.num_tokens)
-        if source.lease.epoch != self._epoch or held == 0:
+        if source.lease.epoch != self.epoch or held == 0:
             return
         lease = session.lease
-        lease.epoch, lease.node, lease.num_tokens = self._epoch, node, held
+        lease.epoch, lease.node, lease.num_tokens = self.epoch, node, held
         lease.fork_of = (source.lease.id, held)
 
     def share_prompt(self, source: Session, answer: Node, session: Session) -> None:
@@ -280,7 +281,7 @@ class EngineRequests:
 
     def on_died(self) -> None:
         """Forget what the engine held; its requests are over, and their turns are to be ended."""
-        self._epoch += 1
+        self.epoch += 1
         self._computations.clear()
         for lease in self._forks:
             self.on_forked(Forked(lease, 0, 0))
@@ -288,4 +289,4 @@ class EngineRequests:
     def _is_known(self, session: Session) -> bool:
         """Return whether this engine was told of a session's lease."""
         lease = session.lease
-        return lease.epoch == self._epoch and lease.node is not None and lease.fork_of is None
+        return lease.epoch == self.epoch and lease.node is not None and lease.fork_of is None

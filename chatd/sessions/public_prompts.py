@@ -45,11 +45,12 @@ class PublicPrompt:
 
 @dataclass(slots=True)
 class _Shared:
-    """A prompt and what the engine has of it."""
+    """A prompt and what the engine has of it: `epoch` says which one."""
 
     prompt: PublicPrompt
     lease: LeaseId
     ids: list[int]
+    epoch: int = -1
     request: RequestId | None = None
     is_computed: bool = False
     sent_at: float = 0.0
@@ -97,7 +98,8 @@ class PublicPrompts:
     @property
     def num_computed(self) -> int:
         """Prompts whose KV the engine has."""
-        return sum(shared.is_computed for shared in self._shared.values())
+        epoch = self._requests.epoch
+        return sum(shared.is_computed and shared.epoch == epoch for shared in self._shared.values())
 
     async def share(self, prompts: Sequence[PublicPrompt]) -> list[str]:
         """Take prompts in and have them computed; return what a person at the terminal should know.
@@ -129,9 +131,10 @@ class PublicPrompts:
         return notes
 
     def compute(self) -> None:
-        """Have the engine compute every prompt: it is new, or knows nothing any more."""
+        """Have the engine compute every prompt that it was not told of; call it for each new one."""
         for shared in self._shared.values():
-            self._compute(shared)
+            if shared.epoch != self._requests.epoch:
+                self._compute(shared)
 
     async def renew(self) -> None:
         """Compute again what was lost to pressure, and what has another date in it today."""
@@ -176,7 +179,7 @@ class PublicPrompts:
             if done is not None and done.reason is FinishReason.FAILED:
                 _log.warning("public prompt %s is not computed: %s", shared.prompt.name, done.error_message)
 
-        shared.is_computed, shared.sent_at = False, self._monotonic()
+        shared.epoch, shared.is_computed, shared.sent_at = self._requests.epoch, False, self._monotonic()
         computation = Computation(PUBLIC_TENANT, lambda: shared.ids, on_done)
         request = shared.request = self._requests.compute(shared.lease, computation)
         if request is not None:

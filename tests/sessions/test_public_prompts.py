@@ -94,7 +94,9 @@ async def test_a_new_engine_computes_it_again() -> None:
     engine = ScriptedEngine(lambda _log: [TURN_END])
     manager = await sharing(engine)
     engine.die()
+    assert manager.public_prompts.num_computed == 0
     engine.restart()
+    engine.say(engine.ready)  # Said again, it is the same engine.
     first, second = engine.submits
     assert first.new_ids == second.new_ids
     assert manager.public_prompts.num_computed == 0
