@@ -1,5 +1,7 @@
 """Blocks that went to the host, or to the disk, and came back: the same logits, and really those bytes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from chatd.engine.sampling import SamplingParams
 from chatd.kvcache.block_file import HEADER_BYTES
 from chatd.kvcache.disk_tier import DiskResult, DiskTier, Origin
 from chatd.testing.engine import FakeClock
+from chatd_kernels.kv_cache import allocate_kv_cache
 
 GREEDY = SampleSpec(SamplingParams(max_tokens=8), 0)
 SIZE = 16
@@ -143,16 +146,19 @@ def test_restored_blocks_of_the_small_model_are_what_its_logits_are_made_of(smol
     check_the_disk_gives_the_same_logits_and_refuses_a_flipped_byte(smollm2, tmp_path / "kv")
 
 
-def test_stores_come_before_copies_and_loads_and_these_before_the_forward(tiny):
-    first, second = tiny.cache.data[1].clone(), tiny.cache.data[2].clone()
-    tiny.run(stores=[(2, 1)])
-    # One plan: block 1 is saved, then overwritten by a copy of block 3, and block 3 is filled with what block 2 was.
-    tiny.run(stores=[(1, 0)], copies=[(3, 1)], loads=[(3, 1)])
-    size = tiny.cache.layout.block_bytes
-    assert bytes(tiny.slot_bytes(0)) == first.numpy().tobytes()
-    assert len(tiny.slot_bytes(0)) == size
-    assert torch.equal(tiny.cache.data[3], second)
-    assert not torch.equal(tiny.cache.data[1], first)
+def test_stores_come_before_copies_and_loads_and_these_before_the_forward():
+    cache = allocate_kv_cache(6, 2, 3, 16, 32)
+    cache.data.copy_(torch.randn(cache.data.shape))
+    first, second, third = (cache.data[block].clone() for block in (1, 2, 3))
+    host = HostBuffer(2, cache.layout)
+    host.slots[1] = second
+    decoder = SimpleNamespace(kv_cache=cache, config=SimpleNamespace(num_heads=3), device=torch.device("cpu"))
+    # One plan: block 1 is saved, then overwritten by a copy of block 3, and block 3 is filled from the host.
+    plan = Plan(0, (), [BlockCopy(3, 1)], SIZE, [BlockMove(1, 0)], [BlockMove(3, 1)])
+    ModelRunner(decoder, host).execute(plan)
+    assert torch.equal(host.slots[0], first)
+    assert torch.equal(cache.data[1], third)
+    assert torch.equal(cache.data[3], second)
 
 
 def test_a_plan_of_moves_alone_draws_nothing(tiny):
