@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from chatd.engine.core import TenantLimits
-from chatd.engine.messages import Cancel, LeaseTier, Preempted, Tier, Waiting, WaitReason, WatchPool
+from chatd.engine.messages import Cancel, FinishReason, LeaseTier, Preempted, Tier, Waiting, WaitReason, WatchPool
 from chatd.engine.transfer_costs import TransferCosts
 from chatd.testing.disk import FakeDisk
 from chatd.testing.engine import EngineHarness, engine_config, sampling_params
@@ -446,3 +446,27 @@ def test_what_others_floors_protect_is_not_dropped_because_it_is_kept_below():
     e.settle()
     e.generate(2, prompt(2, 40), tenant="blue")
     assert e.core.leases.get(1).table.num_computed_tokens == 28
+
+
+def test_the_last_token_is_computed_although_its_block_could_be_loaded():
+    e = engine()
+    e.generate(1, prompt(1, 21))
+    e.settle()
+    fill(e, 2, 50)
+    answer = e.generate(3, prompt(1, 20))
+    assert answer == expected_answer(prompt(1, 20))
+    assert e.done[3].num_cached_tokens == 16
+
+
+def test_what_may_hold_nan_is_forgotten_below_the_pool_too():
+    e, disk = with_disk()
+    e.generate(1, prompt(1, 21))
+    e.settle()
+    digests = list(e.core.leases.get(1).digests)
+    assert all(digest in disk for digest in digests)
+    e.submit(2, [5], lease=1, base_len=29)
+    e.runner.not_finite.add(2)
+    e.run()
+    e.settle()
+    assert e.done[2].reason is FinishReason.FAILED
+    assert not any(e.core.tiers.is_below(digest) for digest in digests)

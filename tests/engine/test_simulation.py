@@ -115,7 +115,16 @@ class Conversations(RuleBasedStateMachine):
         super().__init__()
         tenants = {"tenants": ("acme", "blue"), "floors": (3, 0), "weights": (1.0, 2.0)}
         self.witness = Witness(
-            Shape(num_blocks=14, max_model_len=40, max_num_seqs=3, max_num_batched_tokens=10, **tenants),
+            Shape(
+                num_blocks=14,
+                max_model_len=40,
+                max_num_seqs=3,
+                max_num_batched_tokens=10,
+                host_slots=7,
+                disk_blocks=12,
+                preemption="swap",
+                **tenants,
+            ),
             constant_hash,
         )
 
@@ -166,6 +175,12 @@ class Conversations(RuleBasedStateMachine):
         job.may_fail = True
         runner = self.witness.runner
         (runner.not_finite if not_finite else runner.failing).add(job.request)
+
+    @rule(fault=st.sampled_from(("fails_writes", "fails_reads", "is_paused")), damaged=st.integers(0, 11))
+    def break_the_disk(self, fault, damaged):
+        disk = self.witness.disk
+        setattr(disk, fault, not getattr(disk, fault))
+        disk.damaged.update(disk.digests[damaged : damaged + 1])
 
     @rule(steps=st.integers(1, 6))
     def run_steps(self, steps):
