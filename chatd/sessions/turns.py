@@ -440,7 +440,7 @@ class TurnRunner:
             del answer.prompt_ids[len(answer.prompt_ids) - settled.num_prompt_ids :]
             num_held = answer.num_tokens
             answer.ids = array(ID_TYPE, settled.ids)
-        if session.lease.node is answer:
+        if session.lease.node is answer and session.lease.num_tokens:  # None of a lease that was lost meanwhile.
             session.lease.num_tokens = num_held
         return settled is None
 

@@ -239,3 +239,20 @@ async def test_what_the_engine_says_late_or_twice_changes_nothing() -> None:
     assert (list(session.conversation.log()), manager.items(session)) == (log, items)
     assert [event for event in connection.events if isinstance(event, protocol.TranscriptEvent)] == []
     assert len([message for message in engine.sent if isinstance(message, Finish)]) == 1
+
+
+async def test_a_lease_that_was_lost_to_a_cancelled_turn_is_not_asked_for_again() -> None:
+    engine = ScriptedEngine(replying("ok"))
+    manager = make_manager(engine)
+    session, _ = await open_session(manager)
+    await say(manager, session, "one")
+    engine.run()
+    engine.lose(session.lease.id)
+    await say(manager, session, "two")
+    await manager.cancel(session)
+    engine.run()
+    await say(manager, session, "three")
+    engine.run()
+    assert [submit.base_len for submit in engine.submits][-1] == 0
+    assert manager.stats.lease_misses == 1
+    assert engine.leases[session.lease.id] == list(session.conversation.log())
