@@ -19,6 +19,7 @@ BENCHMARKS = {
     "trace": "how much of a production trace the pool finds again, by its size",
     "fork": "a fork of a long session, and what it shares",
     "prefix": "what finding prefixes costs, and what a cached system prompt saves",
+    "samples": "what parallel samples and beams save by sharing",
     "turn": "the work of a turn, counted, by its history",
 }
 """Each prints its figures, and writes them where `--json PATH` says."""

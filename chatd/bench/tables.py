@@ -114,6 +114,30 @@ def fork_table(figures: Figures) -> str:
     )
 
 
+def samples_table(figures: Figures) -> str:
+    """Return what samples and beams of a prompt save by sharing its blocks, and the beams' own."""
+    heads = [
+        "of each prompt",
+        "prompts",
+        "tokens of a prompt",
+        "tokens of an answer",
+        "blocks without sharing",
+        "saved",
+    ]
+    rows = [
+        [
+            f"{row['width']} {row['kind'] if row['width'] > 1 else row['kind'].removesuffix('s')}",
+            str(row["prompts"]),
+            f"{row['prompt_tokens'] / row['prompts']:.0f}",
+            f"{row['output_tokens'] / row['prompts'] / (row['width'] if row['kind'] == 'samples' else 1):.0f}",
+            f"{row['blocks_held'] / row['steps']:.0f}",
+            f"{row['saved']:.1%}",
+        ]
+        for row in figures["settings"]
+    ]
+    return f"{markdown_table(heads, rows)}\n\nBlocks are means over the steps."
+
+
 def prefix_table(figures: Figures) -> str:
     """Return the time to the first token by where the system prompt is."""
     ttft = figures["ttft"]

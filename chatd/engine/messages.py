@@ -469,6 +469,8 @@ class PoolFrame(_Message, frozen=True):
         states: One byte a block where asked for: 0 free, 1 cached, 2 active, 3 shared.
         owners: Index into `tenants` for each block (two bytes, little endian, 65535 = public or none), where asked for.
         tiers: A row for each tier below the pool that is in use.
+        num_held: Blocks of all tables, each counted in every table that has it: beyond `num_active` is what sharing
+            saves.
     """
 
     step: int
@@ -486,6 +488,7 @@ class PoolFrame(_Message, frozen=True):
     states: bytes = b""
     owners: bytes = b""
     tiers: list[TierPool] = []
+    num_held: int = 0
 
 
 class EngineStats(_Message, frozen=True):

@@ -187,6 +187,7 @@ class Reporter:
             states=bytes(pool.states) if watch.with_map else b"",
             owners=_little_endian(pool.owners) if watch.with_map else b"",
             tiers=self._tiers(),
+            num_held=sum(len(lease.table.block_ids) for lease in scheduler.leases),
         )
 
     def _frame_interval_s(self) -> float:

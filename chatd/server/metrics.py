@@ -185,6 +185,11 @@ class _Scrape(Collector):
         for state, number in (("free", frame.num_free), ("cached", frame.num_cached), ("active", frame.num_active)):
             blocks.add_metric((state,), number)
         yield blocks
+        yield GaugeMetricFamily(
+            "chatd_kv_cache_blocks_saved",
+            "Blocks that sharing saves now.",
+            max(0, frame.num_held - frame.num_active),
+        )
         yield _counter("chatd_kv_cache_evictions", "Cached blocks taken for something else.", frame.num_evictions)
         yield from _tiers(frame.tiers)
         gauges = (

@@ -50,7 +50,9 @@ async def test_the_names_are_vllms(start) -> None:
             body = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}
             assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
         rows = [TenantPool("acme", 3, 1, 1, 2, 100, 60, 9), TenantPool("made-up", 1, 0, 0, 0, 10, 5, 1)]
-        frame = PoolFrame(7, 10, 5, 1, 4, 0, 11, 1.0, 1, 2, rows, tiers=[TierPool(Tier.DISK, 100, 12, 20, 5, 1)])
+        frame = PoolFrame(
+            7, 10, 5, 1, 4, 0, 11, 1.0, 1, 2, rows, tiers=[TierPool(Tier.DISK, 100, 12, 20, 5, 1)], num_held=9
+        )
         running.engine.say(frame, EngineStats(100, 5.0, 4.5, 3, 0, 0, 2))
         running.manager.on_engine_messages([])
         samples = await scrape(running)
@@ -67,6 +69,7 @@ async def test_the_names_are_vllms(start) -> None:
         assert samples["chatd_num_preemptions_total", ()] == 3
         assert samples["chatd_num_swapped_total", ()] == 2
         assert samples["chatd_kv_cache_evictions_total", ()] == 11
+        assert samples["chatd_kv_cache_blocks_saved", ()] == 5
         disk = (("tier", "disk"),)
         assert samples["chatd_kv_tier_blocks", disk] == 12
         assert samples["chatd_kv_tier_stored_total", disk] == 20
