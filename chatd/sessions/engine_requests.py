@@ -132,7 +132,7 @@ class EngineRequests:
         assert session.turn is None, "a busy session's log is computed ahead"
         lease = session.lease
         node = lease.node
-        if node is None or not self._is_known(session) or lease.num_tokens >= node.num_tokens:
+        if node is None or not self._is_known(session) or not 0 < lease.num_tokens < node.num_tokens:
             return
 
         def on_done(done: Done | None) -> None:
