@@ -512,8 +512,9 @@ class Scheduler:
         if draft is not None:
             self.kv.discard(draft.allocation)
             self.moves.release(draft.loads)
-        # For a slot alone the blocks are not wanted: they stay cached, as those that were used last.
-        num_saved = 0 if why is WaitReason.SLOTS else self.moves.save(victim)
+        # For a slot alone the blocks are not wanted: they stay cached, where there are others to be taken before them.
+        is_kept = why is WaitReason.SLOTS and self.moves.stays_cached(victim)
+        num_saved = 0 if is_kept else self.moves.save(victim)
         self._note("preempt", victim, victim.num_computed_tokens, winner.request_id, num_saved)
         victim.safe_until = victim.num_computed_tokens + 1
         victim.num_preemptions += 1
