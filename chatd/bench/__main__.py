@@ -21,6 +21,7 @@ BENCHMARKS = {
     "prefix": "what finding prefixes costs, and what a cached system prompt saves",
     "samples": "what parallel samples and beams save by sharing",
     "turn": "the work of a turn, counted, by its history",
+    "preemption": "swap against recompute, by block size and on a running engine",
 }
 """Each prints its figures, and writes them where `--json PATH` says."""
 

@@ -85,7 +85,36 @@ def draw_trace(figures: dict[str, Any]) -> Figure:
     return figure
 
 
-PICTURES: dict[str, Callable[[dict[str, Any]], Figure]] = {"memory": draw_memory, "trace": draw_trace}
+def draw_preemption(figures: dict[str, Any]) -> Figure:
+    """Draw copies and recomputation by block size, as figure 19 of the PagedAttention paper."""
+    figure, axes = _figure(8.0, 4.2)
+    crossing = figures["crossing"]
+    rows = crossing["sizes"]
+    sizes = [row["block_size"] for row in rows]
+    lines = (
+        ("computed again", ("recompute_s",), "s-", RED),
+        ("files, out and in", ("disk_out_s", "disk_in_s"), "D-", ORANGE),
+        ("host, out and in", ("out_s", "in_s"), "o-", BLUE),
+        ("host, out", ("out_s",), "^:", GREEN),
+        ("host, in", ("in_s",), "v:", GRAY),
+    )
+    for label, parts, marks, color in lines:
+        axes.plot(sizes, [1e3 * sum(row[part] for part in parts) for row in rows], marks, color=color, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xlabel("tokens of a block")
+    axes.set_ylabel(f"ms for {crossing['tokens']:,} tokens")
+    axes.grid(axis="y", color=LIGHT, linewidth=0.6)
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=3, fontsize=9)
+    return figure
+
+
+PICTURES: dict[str, Callable[[dict[str, Any]], Figure]] = {
+    "memory": draw_memory,
+    "preemption": draw_preemption,
+    "trace": draw_trace,
+}
 """By the name of the JSON in docs/figures that each is drawn from."""
 
 

@@ -16,20 +16,44 @@ from typing import TYPE_CHECKING, Any
 from chatd.engine.cgroup import available_cpus
 from chatd.engine.engine_process import engine_environment
 from chatd.engine.messages import Done, EngineMessage, FrontMessage, LeaseId, RequestClass, Submit, Tokens
-from chatd.engine.plan import RequestId
+from chatd.engine.plan import Plan, RequestId, Runner, StepOutput
 from chatd.engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from chatd.engine.core import EngineCore
 
 
-def run_in_engine_process(name: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Run `python -m chatd.bench NAME --in-child ARGUMENTS` and return what it prints."""
-    command = [sys.executable, "-m", "chatd.bench", name, "--in-child", *arguments]
+def run_in_engine_process(name: str, arguments: Sequence[str], in_child: str = "") -> Any:
+    """Run `python -m chatd.bench NAME --in-child [IN_CHILD] ARGUMENTS` and return what it prints."""
+    command = [sys.executable, "-m", "chatd.bench", name, "--in-child", *([in_child] if in_child else []), *arguments]
     environment = engine_environment(available_cpus())
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    figures: dict[str, Any] = json.loads(done.stdout)
-    return figures
+    return json.loads(done.stdout)
+
+
+class CountingRunner:
+    """Executes plans on another runner, and counts.
+
+    Attributes:
+        num_rows: Computed so far.
+        num_stored: Blocks copied out of the pool so far.
+        num_loaded: Blocks copied into it so far.
+        move_s: Seconds that these copies took.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.num_rows = self.num_stored = self.num_loaded = 0
+        self.move_s = 0.0
+
+    def execute(self, plan: Plan) -> StepOutput:
+        """Run a step."""
+        output = self._runner.execute(plan)
+        self.num_rows += plan.num_tokens
+        self.num_stored += len(plan.stores)
+        self.num_loaded += len(plan.loads)
+        self.move_s += output.move_s
+        return output
 
 
 class RealEngine:
@@ -41,8 +65,12 @@ class RealEngine:
         options: More fields of `EngineOptions`.
 
     Attributes:
+        core: The engine core.
+        ready: What it said at start.
+        runner: Counts what plans do.
         submitted_s: When each request was submitted.
         first_token_s: When each request's first token came out.
+        last_token_s: When each request's last token so far came out.
         done_s: When each request ended.
         done: The end of each request that has ended.
         outputs: The ids of each answer.
@@ -64,8 +92,11 @@ class RealEngine:
         )
         self.core: EngineCore
         self.core, self.ready = build_engine(engine_options, time.perf_counter, lambda _phase, _progress: None)
+        self.runner = CountingRunner(self.core._runner)
+        self.core._runner = self.runner
         self.submitted_s: dict[int, float] = {}
         self.first_token_s: dict[int, float] = {}
+        self.last_token_s: dict[int, float] = {}
         self.done_s: dict[int, float] = {}
         self.done: dict[int, Done] = {}
         self.outputs: dict[int, list[int]] = {}
@@ -116,6 +147,7 @@ class RealEngine:
             if isinstance(message, Tokens):
                 for delta in message.deltas:
                     self.first_token_s.setdefault(delta.request, now)
+                    self.last_token_s[delta.request] = now
                     self.outputs.setdefault(delta.request, []).extend(delta.ids)
             elif isinstance(message, Done):
                 self.done_s[message.request] = now

@@ -34,6 +34,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "fork": tables.fork_table,
     "prefix": tables.prefix_table,
     "turn": tables.turn_table,
+    "preemption": tables.preemption_table,
     "pool": tables.pool_table,
     "kernels": tables.kernels_table,
     "front": tables.front_table,

@@ -241,5 +241,63 @@ def tui_table(figures: Figures) -> str:
     return markdown_table(heads, rows)
 
 
+def preemption_table(figures: Figures) -> str:
+    """Return the crossing, the episodes of both kinds, and the load in each mode."""
+    crossing = figures["crossing"]
+    copies = ("out_s", "in_s", "disk_out_s", "disk_in_s")
+    crossing_rows = [
+        [
+            str(row["block_size"]),
+            *(f"{row[name] * 1e3:.1f}" for name in copies),
+            f"{row['recompute_s'] * 1e3:,.0f}",
+        ]
+        for row in crossing["sizes"]
+    ]
+    heads = ["block size", "to the host", "from the host", "to files", "from files", "computed again"]
+    crossing_table = markdown_table([f"{heads[0]}, ms for {crossing['tokens']:,} tokens", *heads[1:]], crossing_rows)
+    episodes = [
+        [
+            f"{kind}, {row['victim_tokens']:,} tokens",
+            "swaps" if row["auto_swapped"] else "recomputes",
+            *(f"{row[name] * 1e3:,.1f} ms" for name in ("auto_s", "auto_move_s")),
+            row["forced"],
+            *(f"{row[name] * 1e3:,.1f} ms" for name in ("forced_s", "forced_move_s")),
+        ]
+        for kind, row in figures["episodes"].items()
+    ]
+    episode_table = markdown_table(
+        ["a victim", "`auto`", "takes", "of it copies", "forced", "takes", "of it copies"], episodes
+    )
+    load = [
+        [
+            row["mode"],
+            f"{row['wall_s']:.1f} s",
+            f"{row['for_slots']:.0f} + {row['for_blocks']:.0f}",
+            f"{row['swapped']:.0f}",
+            f"{row['blocks_out']:.0f} / {row['blocks_in']:.0f}",
+            f"{row['rows_again']:,.0f}",
+        ]
+        for row in figures["load"]
+    ]
+    load_table = markdown_table(
+        [
+            "the load, with preemption",
+            "all done after",
+            "preempted for slots + blocks",
+            "swapped",
+            "blocks out / in",
+            "rows computed again",
+        ],
+        load,
+    )
+    at_16 = next(row for row in crossing["sizes"] if row["block_size"] == 16)
+    as_rows = crossing["tokens"] * (at_16["out_s"] + at_16["in_s"]) / at_16["recompute_s"] / (crossing["tokens"] / 16)
+    crossing_line = (
+        f"A block of 16 copied out and in takes as long as computing {as_rows:.2f} tokens: where a victim has lost "
+        "more than that, copies cost less."
+    )
+    return f"{crossing_table}\n\n{crossing_line}\n\n{episode_table}\n\n{load_table}"
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -374,6 +374,33 @@ def test_the_other_way_can_be_forced(mode, costs):
     assert (e.runner.num_loaded > 0) == (mode == "swap")
 
 
+def one_that_gives_way_for_its_slot(**config):
+    """Two requests of one tenant have both slots; another tenant's arrives."""
+    e = engine(max_num_seqs=2, **config)
+    e.submit(1, prompt(1, 5), params=sampling_params(40))
+    e.submit(2, prompt(2, 17), params=sampling_params(30))
+    e.step(4)
+    e.submit(3, prompt(3, 3), tenant="blue", params=sampling_params(2))
+    e.step()
+    assert e.core.stats().num_preemptions == 1
+    return e
+
+
+@pytest.mark.parametrize(("num_blocks", "is_saved"), [(40, False), (12, True)])
+def test_blocks_of_who_lost_its_slot_are_saved_only_where_they_would_not_stay_cached(num_blocks, is_saved):
+    e = one_that_gives_way_for_its_slot(num_blocks=num_blocks)
+    assert (e.core.stats().num_swapped == 1) == is_saved
+    assert (e.runner.num_stored > 0) == is_saved
+    e.run()
+    assert e.outputs[2] == engine(host_slots=0, num_blocks=100).generate(1, prompt(2, 17), params=sampling_params(30))
+
+
+def test_forcing_a_swap_saves_also_what_would_stay_cached():
+    e = one_that_gives_way_for_its_slot(num_blocks=40, preemption="swap")
+    assert e.core.stats().num_swapped == 1
+    assert e.runner.num_stored == 5  # Of 20 computed tokens.
+
+
 def test_a_swapped_request_computes_less_again_than_one_that_is_not():
     swapped = two_that_do_not_fit(preemption="swap")
     recomputed = two_that_do_not_fit(preemption="recompute")
