@@ -12,6 +12,7 @@ torch: the runner is injected. So a seed replays it.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 
 import xxhash
@@ -40,6 +41,7 @@ from chatd.engine.messages import (
     Release,
     RequestTimings,
     Retain,
+    SetTenant,
     Shutdown,
     Submit,
     Tier,
@@ -134,6 +136,8 @@ class EngineCore:
                 self._release(message, now)
             case Retain():
                 self.leases.set_attached(message.lease, message.attached)
+            case SetTenant():
+                self._set_tenant(message, now)
             case WatchPool():
                 self._reporter.watch(message)
             case Ping():
@@ -271,7 +275,7 @@ class EngineCore:
         check_fits(
             message.base_len + len(ids),
             max_model_len=config.max_model_len,
-            usable_blocks=config.usable_blocks(tenant),
+            usable_blocks=self.pool.usable_blocks(tenant),
             block_size=config.block_size,
         )
         if len(self.scheduler.waiting) >= config.max_waiting:
@@ -344,6 +348,26 @@ class EngineCore:
     def _lease(self, lease_id: LeaseId) -> Lease | None:
         """Return a lease of the front's."""
         return self.leases.get(lease_id) if lease_id >= 0 else None
+
+    def _set_tenant(self, message: SetTenant, now: float) -> None:
+        weight, tenant = message.weight, message.tenant
+        if tenant == PUBLIC_TENANT or not 0.0 < weight < math.inf or not 0.0 <= message.floor <= 1.0:
+            _log.error("tenant %r cannot have weight %r and floor %r; nothing changes", tenant, weight, message.floor)
+            return
+        wanted = int(message.floor * self.pool.num_blocks)
+        others = self.pool.num_blocks - self.pool.usable_blocks(tenant)
+        floor = max(0, min(wanted, self.pool.num_blocks // 2 - others))
+        if floor < wanted:
+            _log.warning(
+                "tenant %r asks for a floor of %d blocks and gets %d: all floors together are at most half of %d",
+                tenant,
+                wanted,
+                floor,
+                self.pool.num_blocks,
+            )
+        self.pool.set_limits(tenant, weight, floor)
+        self.scheduler.counters.set_weight(tenant, weight)
+        self.scheduler.end_hopeless(now)
 
     def _request_on(self, lease: Lease) -> Request | None:
         if lease.state in (LeaseState.IDLE, LeaseState.ATTACHED):

@@ -25,9 +25,6 @@ class TenantLimits:
     floor_blocks: int = 0
 
 
-_DEFAULT_LIMITS = TenantLimits()
-
-
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The engine core's configuration.
@@ -102,12 +99,3 @@ class EngineConfig:
         room = (self.num_blocks - floors) * self.block_size
         if room < self.max_model_len:
             object.__setattr__(self, "max_model_len", room)
-
-    def limits(self, tenant: str | None) -> TenantLimits:
-        """Return a tenant's limits."""
-        return self.tenants.get(tenant, _DEFAULT_LIMITS) if tenant is not None else _DEFAULT_LIMITS
-
-    def usable_blocks(self, tenant: str | None) -> int:
-        """Return the blocks that a tenant's requests can get when nobody else runs."""
-        floors = sum(limits.floor_blocks for name, limits in self.tenants.items() if name != tenant)
-        return self.num_blocks - floors

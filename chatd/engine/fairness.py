@@ -45,6 +45,11 @@ class VirtualCounters:
         """Return a tenant's part relative to the others'."""
         return self._weights.get(tenant, 1.0) if tenant is not None else 1.0
 
+    def set_weight(self, tenant: Tenant, weight: float) -> None:
+        """Change a tenant's weight; what it has been served until now stays as it was counted."""
+        if tenant is not None:
+            self._weights[tenant] = weight
+
     def counter(self, tenant: Tenant) -> float:
         """Return the weighted tokens that a tenant has been served, lifts included."""
         return self._counters.get(tenant, 0.0)

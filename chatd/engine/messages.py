@@ -174,6 +174,8 @@ class WatchPool(_Message, frozen=True):
 class SetTenant(_Message, frozen=True):
     """Change a tenant's part of the machine from now on.
 
+    `Ready.max_model_len` stays; a prompt that the other tenants' floors leave no room for is refused as any.
+
     Attributes:
         tenant: Its name.
         weight: Of service tokens, slots and blocks beside the other tenants' weights.

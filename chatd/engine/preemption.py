@@ -62,7 +62,11 @@ def choose_over_block_share(
 def choose_over_slot_share(
     running: Sequence[Request], needy: Request, counters: VirtualCounters, max_num_seqs: int
 ) -> Request | None:
-    """Return whom a tenant under its share of slots may preempt: the youngest of the one most over its own."""
+    """Return whom a tenant under its share of slots may preempt: the youngest of the one most over its own.
+
+    Everybody may have one slot. Where that is more than a share of them, it takes turns: only tenants that have been
+    served more give way, or those of small weight would be served as much as all others.
+    """
     slots: dict[Tenant, int] = {}
     for request in running:
         slots[request.tenant] = slots.get(request.tenant, 0) + 1
@@ -73,6 +77,8 @@ def choose_over_slot_share(
     if slots.get(needy.tenant, 0) + 1 > share(needy.tenant):
         return None
     over = {tenant for tenant, count in slots.items() if count > share(tenant)}
+    if counters.share(needy.tenant, max_num_seqs) < 1.0:
+        over = {tenant for tenant in over if counters.counter(tenant) > counters.counter(needy.tenant)}
     return max(
         _unsafe_of(running, over - {needy.tenant}),
         key=lambda request: (slots[request.tenant] / counters.weight(request.tenant), request.admission),

@@ -146,6 +146,13 @@ class Scheduler:
         """End a request whose part of a step cannot be computed."""
         self._end(request, FinishReason.FAILED, now, EngineError.code, message)
 
+    def end_hopeless(self, now: float) -> None:
+        """End the requests that wait for more blocks than the floors of others leave, now that those were raised."""
+        for request in list(self.waiting):
+            usable = self.kv.pool.usable_blocks(request.tenant) * self.config.block_size
+            if request.num_tokens + 1 > usable and request.status is RequestStatus.WAITING:
+                self._end(request, FinishReason.KV_EXHAUSTED, now)
+
     # A step.
 
     def plan(self, now: float, only: Collection[RequestId] | None = None) -> Plan | None:

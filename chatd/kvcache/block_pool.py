@@ -84,6 +84,7 @@ class BlockPool:
         self.public = Account(None, NOBODY, 1.0, 0)
         self.accounts: list[Account] = []
         self._by_tenant: dict[str | None, Account] = {None: self.public}
+        self._sum_of_floors = 0
         # The sum of all accounts' `num_protected`.
         self._num_protected = 0
         # Accounts with cached blocks by (-over_share, index). A key that is out of date is mended when it comes up;
@@ -111,8 +112,25 @@ class BlockPool:
             account = Account(tenant, len(self.accounts), weight, floor)
             assert account.index < NOBODY, "more tenants than pool frames can name"
             self.accounts.append(account)
+            self._sum_of_floors += floor
             self._by_tenant[tenant] = account
         return account
+
+    def set_limits(self, tenant: str | None, weight: float, floor: int) -> Account:
+        """Change a tenant's weight and floor from now on; what others hold of the floor comes back as they let go."""
+        account = self.account(tenant)
+        assert account is not self.public, "public blocks have no share and no floor"
+        self._sum_of_floors += floor - account.floor
+        account.weight, account.floor = weight, floor
+        self.protect(account)
+        if account.heap_key is not None and -account.over_share < account.heap_key:
+            self._push(account)
+        return account
+
+    def usable_blocks(self, tenant: str | None) -> int:
+        """Return the blocks that a tenant's requests can get when nobody else runs."""
+        own = self._by_tenant.get(tenant)
+        return len(self.blocks) - self._sum_of_floors + (0 if own is None else own.floor)
 
     def available(self, account: Account) -> int:
         """Blocks that `allocate` can give to this account: empty and cached, less what others' floors protect."""
