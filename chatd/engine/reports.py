@@ -209,7 +209,7 @@ class Reporter:
             counted[request.tenant] = counted.get(request.tenant, 0) + 1
         rows = []
         for account in scheduler.kv.pool.accounts:
-            counts = scheduler.counts.get(account.tenant, _NO_COUNTS)
+            counts = scheduler.ledger.counts.get(account.tenant, _NO_COUNTS)
             rows.append(
                 TenantPool(
                     account.tenant or "",

@@ -16,26 +16,22 @@ from chatd.engine.admission import Admission
 from chatd.engine.beams import BeamGroup, Beams
 from chatd.engine.block_moves import BlockMoves
 from chatd.engine.cost_model import CostModel, StepRoom, num_pairs
-from chatd.engine.draft import Decision, Draft, TenantCounts, build_plan
+from chatd.engine.draft import Decision, Draft, build_plan
 from chatd.engine.engine_config import EngineConfig
 from chatd.engine.fairness import (
-    CACHED_TOKEN_COST,
     OUTPUT_TOKEN_COST,
-    PROMPT_TOKEN_COST,
     ClassShares,
-    Tenant,
     VirtualCounters,
     WaitingRequests,
 )
 from chatd.engine.joins import MAX_JOINS_PER_STEP, Joins
+from chatd.engine.ledger import Ledger
 from chatd.engine.messages import Beams as BeamsFound
 from chatd.engine.messages import (
     Done,
     EngineMessage,
     FinishReason,
     Preempted,
-    Prefill,
-    Started,
     TokenDelta,
     Tokens,
     WaitReason,
@@ -72,7 +68,7 @@ class Scheduler:
         admission: Lets them run.
         moves: Blocks that go to the tiers below the pool and come back.
         outbox: Messages for the front, in order; whoever sends them clears it.
-        counts: Tokens served, by tenant.
+        ledger: What tenants are charged, and what is told of prompts and tokens.
         step: Plans made.
     """
 
@@ -101,7 +97,7 @@ class Scheduler:
             config, kv, leases, self.counters, self.moves, self.joins, self.running, self.beams, self._preempt
         )
         self.outbox: list[EngineMessage] = []
-        self.counts: dict[Tenant, TenantCounts] = {}
+        self.ledger = Ledger(self.counters, self.outbox)
         self.step = 0
         self.num_preemptions = self.num_swapped = 0
         self._drafts: dict[RequestId, Draft] = {}
@@ -125,7 +121,7 @@ class Scheduler:
             self.beams.open(request, beam, self.config.max_model_len)
         self.requests[request.request_id] = request
         self.counters.enter(request.tenant)
-        self.counts.setdefault(request.tenant, TenantCounts())
+        self.ledger.open(request.tenant)
         self.waiting.add(request)
         self.leases.set_state(request.lease, LeaseState.QUEUED)
         first = None if sample_of is None else self.requests.get(sample_of)
@@ -307,7 +303,7 @@ class Scheduler:
         if request.is_overtaken:
             request.is_overtaken = False
             if self.kv.take_computed_blocks(request.lease.table, request.lease.token_ids):
-                self._count_cached(request, start, request.num_computed_tokens)
+                self.ledger.count_cached(request, start, request.num_computed_tokens)
                 start = request.num_computed_tokens
         if self.moves.must_wait(request, start):
             return
@@ -436,63 +432,18 @@ class Scheduler:
         request, end = draft.request, draft.start + draft.num_tokens
         self.kv.commit(draft.allocation, end, request.lease.token_ids)
         self.joins.lead(request)
-        if request.is_started:
-            self._tell_resumed(request)
-        self._count_cached(request, draft.start, end)
-
-    def _count_cached(self, request: Request, start: int, end: int) -> None:
-        """Count tokens of a prompt that was admitted before and now need not be computed."""
-        cached = min(end, request.num_prompt_tokens) - max(request.num_charged_tokens, start)
-        if cached <= 0:
-            return
-        request.num_cached_tokens += cached
-        request.num_charged_tokens += cached
-        if request.is_started:
-            self.counts[request.tenant].cached_tokens += cached
-            self.counters.charge(request.tenant, CACHED_TOKEN_COST * cached)
+        self.ledger.count_loaded(request, draft.start, end)
 
     def _commit_prefill(self, draft: Draft, end: int) -> None:
         request = draft.request
-        counts = self.counts[request.tenant]
-        if not request.is_started:
-            request.is_started = True
-            counts.prompt_tokens += request.num_prompt_tokens
-            counts.cached_tokens += request.num_cached_tokens
-            self.counters.charge(request.tenant, CACHED_TOKEN_COST * request.num_cached_tokens)
-            queue_s = request.admitted_s - request.arrival_s
-            self.outbox.append(
-                Started(request.request_id, request.num_prompt_tokens, request.num_cached_tokens, queue_s)
-            )
-        self._tell_resumed(request)
-        request.num_prefill_tokens += draft.num_tokens
-        # What is computed again after a preemption was paid for.
-        charged = min(end, request.num_prompt_tokens)
-        if charged > request.num_charged_tokens:
-            self.counters.charge(request.tenant, PROMPT_TOKEN_COST * (charged - request.num_charged_tokens))
-            request.num_charged_tokens = charged
+        self.ledger.count_prefill(request, draft.num_tokens, end)
         self.joins.lead(request)
         if end >= request.num_prompt_tokens:
             self.samples.on_computed(request)
-        if end < request.num_tokens and request.is_told:
-            self.outbox.append(Prefill(request.request_id, end, request.num_tokens))
-
-    def _tell_resumed(self, request: Request) -> None:
-        if request.is_preempted:
-            request.is_preempted = False
-            if request.is_told:
-                self.outbox.append(Preempted(request.request_id, resumed=True))
 
     def _commit_token(self, request: Request, token_id: int, output: StepOutput, now: float) -> TokenDelta:
         self.leases.append(request.lease, token_id)
-        if request.first_token_s < 0:
-            request.first_token_s = now
-        request.last_token_s = now
-        self.counters.charge(request.tenant, OUTPUT_TOKEN_COST)
-        self.counts[request.tenant].output_tokens += 1
-        logprobs = output.logprobs.get(request.request_id) if output.logprobs else None
-        if logprobs is None:
-            return TokenDelta(request.request_id, [token_id])
-        return TokenDelta(request.request_id, [token_id], [(logprobs.logprob, list(logprobs.top))])
+        return self.ledger.count_token(request, token_id, output, now)
 
     def _advance(self, group: BeamGroup, now: float) -> None:
         """Let the beams of a group go one token on, or end the search with what it found."""
@@ -509,7 +460,7 @@ class Scheduler:
             return
         sequences = group.sequences(self.config.max_model_len)
         self.outbox.append(BeamsFound(head.request_id, sequences))
-        self.counts[head.tenant].output_tokens += sum(len(sequence.ids) for sequence in sequences)
+        self.ledger.counts[head.tenant].output_tokens += sum(len(sequence.ids) for sequence in sequences)
         self.beams.settle(group)
         self._end(head, sequences[0].reason, now)
 

@@ -79,7 +79,7 @@ def test_it_is_charged_as_a_prompt():
     assert engine.core.scheduler.counters.counter("acme") == 20.0
     engine.generate(2, prompt(20), compute_only=True)
     assert engine.core.scheduler.counters.counter("acme") == 20.0 + 0.1 * 20
-    counts = engine.core.scheduler.counts["acme"]
+    counts = engine.core.scheduler.ledger.counts["acme"]
     assert (counts.prompt_tokens, counts.cached_tokens, counts.output_tokens) == (40, 20, 0)
 
 

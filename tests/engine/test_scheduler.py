@@ -176,7 +176,7 @@ def test_backlogged_tenants_get_service_by_weight(weight):
     for request in range(60):
         tenant = ("acme", "blue")[request % 2]
         engine.submit(request, prompt(20 + request % 7, request), tenant=tenant, params=sampling_params(4))
-    counts = engine.core.scheduler.counts
+    counts = engine.core.scheduler.ledger.counts
     gaps = []
     for _ in range(40):
         engine.step()
@@ -195,7 +195,7 @@ def test_an_answers_tokens_are_service_as_a_prompts_are():
     for request in range(160):
         tenant, length, max_tokens = (("acme", 4, 8), ("blue", 19, 1))[request % 2]
         engine.submit(request, prompt(length, request), tenant=tenant, params=sampling_params(max_tokens))
-    counts = engine.core.scheduler.counts
+    counts = engine.core.scheduler.ledger.counts
     gaps = []
     for _ in range(60):
         engine.step()

@@ -13,6 +13,7 @@ INDEX = "chatd/kvcache/prefix_index.py"
 LEASES = "chatd/kvcache/leases.py"
 SCHEDULER = "chatd/engine/scheduler.py"
 ADMISSION = "chatd/engine/admission.py"
+LEDGER = "chatd/engine/ledger.py"
 FAIRNESS = "chatd/engine/fairness.py"
 PREEMPTION = "chatd/engine/preemption.py"
 CORE = "chatd/engine/core.py"
@@ -407,7 +408,7 @@ SCHEDULE_FAULTS = (
     fault(
         "output tokens are not charged",
         "a tenant with long answers gets more than its weight",
-        SCHEDULER,
+        LEDGER,
         "        self.counters.charge(request.tenant, OUTPUT_TOKEN_COST)\n",
         "",
         TEST_SCHEDULER + "an_answers_tokens_are_service_as_a_prompts_are",
