@@ -177,7 +177,7 @@ def _check_owner(folder: Path) -> None:
         raise EnvironmentProblem(
             f"{folder} is not a directory that you alone can write to ({_PARAM})",
             param=_PARAM,
-            hint=f"name another one, or: chmod go-w {folder}",
+            hint=f"name another one, or make it yours alone: chmod go-w {folder}",
         )
 
 

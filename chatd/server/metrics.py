@@ -246,6 +246,7 @@ class _Scrape(Collector):
 def _tiers(rows: Sequence[TierPool]) -> Iterator[Metric]:
     """Tell of each tier below the pool."""
     used = GaugeMetricFamily("chatd_kv_tier_blocks", "Blocks kept below the pool.", labels=("tier",))
+    room = GaugeMetricFamily("chatd_kv_tier_capacity_blocks", "Blocks that a tier can keep.", labels=("tier",))
     counters = (
         CounterMetricFamily("chatd_kv_tier_stored", "Blocks written to a tier below the pool.", labels=("tier",)),
         CounterMetricFamily("chatd_kv_tier_loaded", "Blocks read from it.", labels=("tier",)),
@@ -253,9 +254,11 @@ def _tiers(rows: Sequence[TierPool]) -> Iterator[Metric]:
     )
     for row in rows:
         used.add_metric((row.tier,), row.num_used)
+        room.add_metric((row.tier,), row.num_blocks)
         for family, value in zip(counters, (row.num_stored, row.num_loaded, row.num_refused), strict=True):
             family.add_metric((row.tier,), value)
     yield used
+    yield room
     yield from counters
 
 

@@ -72,6 +72,7 @@ async def test_the_names_are_vllms(start) -> None:
         assert samples["chatd_kv_cache_blocks_saved", ()] == 5
         disk = (("tier", "disk"),)
         assert samples["chatd_kv_tier_blocks", disk] == 12
+        assert samples["chatd_kv_tier_capacity_blocks", disk] == 100
         assert samples["chatd_kv_tier_stored_total", disk] == 20
         assert samples["chatd_kv_tier_loaded_total", disk] == 5
         assert samples["chatd_kv_tier_refused_total", disk] == 1
