@@ -22,6 +22,7 @@ BENCHMARKS = {
     "samples": "what parallel samples and beams save by sharing",
     "turn": "the work of a turn, counted, by its history",
     "preemption": "swap against recompute, by block size and on a running engine",
+    "probe": "whether the time to the first token tells what another tenant has cached",
 }
 """Each prints its figures, and writes them where `--json PATH` says."""
 
