@@ -134,7 +134,7 @@ class EngineCore:
                 self._trim(message)
             case Release():
                 self._release(message, now)
-            case Retain():
+            case Retain() if message.lease >= 0:
                 self.leases.set_attached(message.lease, message.attached)
             case SetTenant():
                 self._set_tenant(message, now)

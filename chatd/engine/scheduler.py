@@ -117,6 +117,8 @@ class Scheduler:
             sample_of: Whose prompt it is another sample of.
             beam: The search that it is for.
         """
+        # Looked up before this one is there: nobody waits for himself.
+        first = None if sample_of is None else self.requests.get(sample_of)
         if beam is not None:
             self.beams.open(request, beam, self.config.max_model_len)
         self.requests[request.request_id] = request
@@ -124,7 +126,6 @@ class Scheduler:
         self.ledger.open(request.tenant)
         self.waiting.add(request)
         self.leases.set_state(request.lease, LeaseState.QUEUED)
-        first = None if sample_of is None else self.requests.get(sample_of)
         if first is not None:
             self.samples.follow(request, first)
         self._note("submit", request, request.num_tokens, request.num_computed_tokens)

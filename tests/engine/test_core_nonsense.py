@@ -19,7 +19,7 @@ from chatd.engine.messages import (
     Trim,
     WatchPool,
 )
-from chatd.engine.sampling import SamplingParams
+from chatd.engine.sampling import BeamSearch, SamplingParams
 from chatd.testing.engine import EngineHarness, engine_config
 
 LEASES = [-1, 0, 1, 2, 3, 4, 2**40]
@@ -32,6 +32,15 @@ PARAMS = [
     SamplingParams(max_tokens=0),
     SamplingParams(max_tokens=-5),
     SamplingParams(max_tokens=2, top_p=float("nan")),
+]
+BEAMS = [
+    None,
+    None,
+    BeamSearch(width=3, num_returned=2),
+    BeamSearch(width=2, early_stopping="never", length_penalty=-3.0),
+    BeamSearch(width=2**40),
+    BeamSearch(width=3, num_returned=-1),
+    BeamSearch(width=3, length_penalty=float("nan")),
 ]
 
 
@@ -50,8 +59,19 @@ def nonsense(rng, request):
                 rng.choice(PARAMS),
                 rng.choice(list(RequestClass)),
                 rng.random() < 0.7,
+                sample_of=rng.choice([None, about]),
+                beam=rng.choice(BEAMS),
             ),
-            Submit(request, rng.randrange(5), "acme", 0, [rng.randrange(97)] * rng.randrange(1, 30), PARAMS[1]),
+            Submit(
+                request,
+                rng.randrange(5),
+                "acme",
+                0,
+                [rng.randrange(3)] * rng.randrange(1, 30),
+                PARAMS[1],
+                sample_of=rng.choice([None, about]),
+                beam=rng.choice(BEAMS),
+            ),
             Cancel(about),
             Finish(about, lease, length),
             Fork(lease, rng.choice(LEASES), length),

@@ -229,3 +229,25 @@ def test_a_seed_gives_other_tokens_at_other_positions_and_the_same_again():
 
 def test_no_rows_give_nothing():
     assert Sampler().sample(torch.empty(0, VOCAB), []).tokens == {}
+
+
+def test_candidates_of_a_beam_are_log_softmax_and_equal_ones_come_by_their_id():
+    logits = logits_of(2)
+    logits[0, [4000, 17, 900]] = 30.0
+    out = draw(
+        logits, SampleSpec(params(), 0, num_candidates=5), SampleSpec(params(), 0, (3,), num_candidates=VOCAB + 9)
+    )
+    assert out.tokens == {}
+    expected = torch.log_softmax(logits, dim=-1)
+    assert [token_id for token_id, _ in out.candidates[0]][:3] == [17, 900, 4000]
+    assert all(value == float(expected[0, token_id]) for token_id, value in out.candidates[0])
+    assert len(out.candidates[0]) == 5
+    assert len(out.candidates[1]) == VOCAB
+    assert out.candidates[1][-1] == (3, -math.inf)
+
+
+def test_a_beam_whose_logits_are_not_finite_fails_alone():
+    logits = logits_of(2)
+    logits[1, 7] = math.nan
+    out = draw(logits, SampleSpec(params(), 0, num_candidates=3), SampleSpec(params(), 0, num_candidates=3))
+    assert (list(out.candidates), list(out.failed)) == ([0], [1])
