@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from chatd.engine.core import EngineCore
 from chatd.engine.decision_log import Call
-from chatd.engine.fairness import Tenant
 from chatd.engine.messages import Done, Prefill, Started, Submit, Tokens, WaitReason
 from chatd.engine.plan import RequestId
+from chatd.engine.reports import explain_waiting
 
 PUBLIC = "(public)"
-
-
-def waiting_now(core: EngineCore) -> Iterator[tuple[RequestId, Tenant, WaitReason, int]]:
-    """Yield each waiting request with its tenant, why it waits, and its place in its tenant's queue."""
-    heads: dict[Tenant, WaitReason] = {}
-    for request, position in core.scheduler.waiting.positions():
-        # Whoever stands behind waits for what the first one waits for.
-        yield request.request_id, request.tenant, heads.setdefault(request.tenant, request.why), position
 
 
 @dataclass(slots=True)
@@ -156,7 +147,9 @@ class Tally:
                 self.tenants.setdefault(tenant, TenantTally()).wait(reason, seconds)
         self._waits_since = call.now
         if call.verb == "step" or self._waits:
-            self._waits = [(tenant or PUBLIC, why.value) for _, tenant, why, _ in waiting_now(core)]
+            self._waits = [
+                (request.tenant or PUBLIC, why.value) for request, _, why in explain_waiting(core.scheduler.waiting)
+            ]
 
 
 class Life:
@@ -266,10 +259,11 @@ class Life:
         if request is None or request in core.scheduler.running:
             self._end_wait()
             return
-        mine = next((row for row in waiting_now(core) if row[0] == self._request), None)
+        rows = explain_waiting(core.scheduler.waiting)
+        mine = next((row for row in rows if row[0] is request), None)
         if mine is None:
             return
-        _, _, why, place = mine
+        _, place, why = mine
         if self._wait is not None and self._wait.why is not why:
             self._end_wait()
         if self._wait is None:

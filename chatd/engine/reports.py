@@ -6,10 +6,11 @@ import math
 import sys
 from array import array
 from collections import deque
+from collections.abc import Iterator
 
 from chatd.engine.block_moves import BlockMoves
 from chatd.engine.draft import TenantCounts
-from chatd.engine.fairness import Tenant
+from chatd.engine.fairness import Tenant, WaitingRequests
 from chatd.engine.messages import (
     EngineMessage,
     EngineStats,
@@ -24,7 +25,7 @@ from chatd.engine.messages import (
     WaitReason,
     WatchPool,
 )
-from chatd.engine.request import RequestStatus
+from chatd.engine.request import Request, RequestStatus
 from chatd.engine.scheduler import Scheduler
 from chatd.kvcache.leases import Lease, LeaseState
 
@@ -248,17 +249,21 @@ class Reporter:
 
     def _waiting(self) -> list[EngineMessage]:
         messages: list[EngineMessage] = []
-        heads: dict[Tenant, WaitReason] = {}
-        waiting = self._scheduler.waiting
-        for request, position in waiting.positions():
-            if not request.is_told:
-                continue
-            # Whoever stands behind waits for what the first one waits for.
-            why = request.why if waiting.is_aside(request) else heads.setdefault(request.tenant, request.why)
+        for request, position, why in explain_waiting(self._scheduler.waiting):
             if request.told != (position, why):
                 request.told = (position, why)
                 messages.append(Waiting(request.request_id, position, why))
         return messages
+
+
+def explain_waiting(waiting: WaitingRequests) -> Iterator[tuple[Request, int, WaitReason]]:
+    """Yield each waiting request that the front knows, with its place in its tenant's queue and why it waits."""
+    heads: dict[Tenant, WaitReason] = {}
+    for request, position in waiting.positions():
+        if request.is_told:
+            # Whoever stands behind waits for what the first one waits for.
+            why = request.why if waiting.is_aside(request) else heads.setdefault(request.tenant, request.why)
+            yield request, position, why
 
 
 def _row_tier(lease: Lease) -> Tier:
