@@ -689,6 +689,14 @@ class TenantBlocks(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
 
 
+class TierBlocks(msgspec.Struct, frozen=True, kw_only=True):
+    """A tier below the pool, `host` or `disk`: the blocks that it can keep, and those that it keeps."""
+
+    tier: str
+    blocks: int
+    used: int
+
+
 class SessionBlocks(msgspec.Struct, frozen=True, kw_only=True):
     """What one of one's own sessions holds of the pool."""
 
@@ -723,6 +731,7 @@ class PoolSnapshot(_Event, frozen=True, kw_only=True, tag="pool.snapshot"):
     step: int
     totals: PoolTotals
     tenants: list[TenantBlocks]
+    tiers: list[TierBlocks] = []
     sessions: list[SessionBlocks] | None = None
     cells: Cells | None = None
     re: str | None = None
@@ -734,6 +743,7 @@ class PoolDelta(_Event, frozen=True, kw_only=True, tag="pool.delta"):
     step: int
     totals: PoolTotals
     tenants: list[TenantBlocks]
+    tiers: list[TierBlocks] = []
     sessions: list[SessionBlocks] | None = None
     cells: Cells | None = None
 

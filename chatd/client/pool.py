@@ -16,6 +16,7 @@ from chatd.protocol import (
     PoolTotals,
     SessionBlocks,
     TenantBlocks,
+    TierBlocks,
     unpack_cells,
 )
 
@@ -42,6 +43,7 @@ class PoolState(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     totals: PoolTotals
     tenants: tuple[TenantBlocks, ...]
+    tiers: tuple[TierBlocks, ...] = ()
     sessions: tuple[SessionBlocks, ...] | None = None
     cells: CellMap | None = None
 
@@ -60,6 +62,7 @@ def apply_frame(state: PoolState | None, frame: PoolSnapshot | PoolDelta) -> Poo
         step=frame.step,
         totals=frame.totals,
         tenants=tuple(frame.tenants),
+        tiers=tuple(frame.tiers),
         sessions=None if sessions is None else tuple(sessions),
         cells=_apply_cells(before.cells if before else None, frame.cells),
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -27,6 +28,7 @@ from chatd.protocol import (
     PoolTotals,
     SessionBlocks,
     TenantBlocks,
+    TierBlocks,
 )
 from chatd.server.auth import Principal
 
@@ -162,12 +164,13 @@ class PoolSubscription:
         self._sent = view.counts
         self._num_sent += 1
         number = frame.step if sees_all else self._num_sent
-        if is_first:
-            re, self._re = self._re, None
-            return PoolSnapshot(
-                step=number, totals=view.totals, tenants=view.tenants, sessions=sessions, cells=cells, re=re
-            )
-        return PoolDelta(step=number, totals=view.totals, tenants=view.tenants, sessions=sessions, cells=cells)
+        shown = PoolDelta(
+            step=number, totals=view.totals, tenants=view.tenants, tiers=view.tiers, sessions=sessions, cells=cells
+        )
+        if not is_first:
+            return shown
+        re, self._re = self._re, None
+        return PoolSnapshot(**msgspec.structs.asdict(shown), re=re)
 
     def _everything(self, step: PoolStep) -> _View:
         frame = step.frame
@@ -185,9 +188,9 @@ class PoolSubscription:
             running=frame.num_running,
             waiting=frame.num_waiting,
         )
-        return _View(
-            totals, [_tenant_row(row) for row in frame.tenants], step.fold(self._cells) if self.wants_map else None
-        )
+        counts = step.fold(self._cells) if self.wants_map else None
+        tiers = [TierBlocks(tier=str(row.tier), blocks=row.num_blocks, used=row.num_used) for row in frame.tiers]
+        return _View(totals, [_tenant_row(row) for row in frame.tenants], counts, tiers)
 
     def _own(self, step: PoolStep) -> _View:
         frame = step.frame
@@ -217,7 +220,8 @@ class PoolSubscription:
                 packed[position : position + number] = state
                 position += number
             counts = fold_states(packed, blocks_per_cell(frame.num_blocks, self._cells))
-        return _View(totals, [_tenant_row(row)], counts)
+        # How full a tier is would tell what the others have there.
+        return _View(totals, [_tenant_row(row)], counts, [])
 
     def _session_rows(self, step: PoolStep, *, sees_all: bool) -> list[SessionBlocks]:
         rows = []
@@ -259,6 +263,7 @@ class _View:
     totals: PoolTotals
     tenants: list[TenantBlocks]
     counts: _Counts | None
+    tiers: list[TierBlocks]
 
 
 class _TokenRate:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatd.client.pool import apply_frame
-from chatd.engine.messages import LeaseId, LeasePool, PoolFrame, TenantPool, Tier, WatchPool
+from chatd.engine.messages import LeaseId, LeasePool, PoolFrame, TenantPool, Tier, TierPool, WatchPool
 from chatd.protocol import PoolDelta, PoolSnapshot, PoolSubscribe, PoolUnsubscribe, encode, pack_cells
 from chatd.server.auth import Principal
 from chatd.server.pool_view import PoolHub, PoolStep, PoolSubscription, blocks_per_cell, fold_states, pack_counts
@@ -141,6 +141,17 @@ def test_the_operator_sees_everybody_and_nobodys_titles_but_its_own() -> None:
     assert "canary" not in encode(event)
 
 
+def test_the_operator_sees_how_full_the_tiers_below_the_pool_are() -> None:
+    tiers = [TierPool(Tier.HOST, 64, 16, 20, 5, 0), TierPool(Tier.DISK, 2880, 17, 20, 5, 1)]
+    clock = FakeClock()
+    subscription = look(clock=clock)
+    for kind in (PoolSnapshot, PoolDelta):
+        event = take(subscription, frame([2], [0], tiers=tiers))
+        assert isinstance(event, kind)
+        assert [(row.tier, row.blocks, row.used) for row in event.tiers] == [("host", 64, 16), ("disk", 2880, 17)]
+        clock.advance(1.0)
+
+
 def test_a_tenant_sees_its_own_blocks_packed_and_its_own_sessions() -> None:
     sessions = {
         LeaseId(1): LeaseHolder(Owner("acme", "ann"), "ses_1", "canary", False),
@@ -188,6 +199,7 @@ def test_a_tenants_frames_are_the_same_bytes_whatever_others_do(detail) -> None:
                 num_evictions=1000 if flooding else 0,
                 output_tokens_per_s=900.0 if flooding else 0.0,
                 num_running=9 if flooding else 1,
+                tiers=[TierPool(Tier.DISK, 100, 9 if flooding else 1, 9 * flooding, 0, 0)],
             )
             sent.append(encode(take(subscription, pool_frame)))
             clock.advance(1.0)

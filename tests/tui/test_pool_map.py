@@ -161,3 +161,5 @@ def test_the_table_lists_sessions_by_what_they_hold_in_aligned_columns() -> None
 
 def test_totals_fit_a_narrow_terminal() -> None:
     assert totals_line(TOTALS).plain == "active 96 (38%)  shared 16  cached 60  free 100  evictions 3  hit 50%"
+    tiers = [p.TierBlocks(tier="host", blocks=64, used=16), p.TierBlocks(tier="disk\x1b", blocks=2880, used=17)]
+    assert totals_line(TOTALS, tiers).plain == totals_line(TOTALS).plain + "  host 16/64  disk␛ 17/2.9k"

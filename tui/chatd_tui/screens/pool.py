@@ -15,7 +15,7 @@ from textual.screen import Screen
 from textual.widgets import Static
 
 from chatd.client import PoolState
-from chatd.protocol import PoolTotals, SessionBlocks
+from chatd.protocol import PoolTotals, SessionBlocks, TierBlocks
 from chatd_tui.clean import clean_line
 from chatd_tui.views import percent, rate, short_number
 from chatd_tui.widgets.key_line import KeyLine
@@ -50,8 +50,8 @@ class PoolHistory:
         self._last = (now_s, totals.evictions)
 
 
-def totals_line(totals: PoolTotals) -> Content:
-    """Return the counts of the pool."""
+def totals_line(totals: PoolTotals, tiers: Sequence[TierBlocks] = ()) -> Content:
+    """Return the counts of the pool, and what the tiers below it keep of what they can."""
     parts = [
         ("active", f"{short_number(totals.active)} ({percent(totals.active / max(1, totals.blocks))})"),
         ("shared", short_number(totals.shared)),
@@ -59,6 +59,7 @@ def totals_line(totals: PoolTotals) -> Content:
         ("free", short_number(totals.free)),
         ("evictions", short_number(totals.evictions)),
         ("hit", percent(totals.hit_rate)),
+        *((clean_line(row.tier, 8), f"{short_number(row.used)}/{short_number(row.blocks)}") for row in tiers),
     ]
     return Content("  ").join([Content.assemble((f"{name} ", "$muted"), (value, "bold")) for name, value in parts])
 
@@ -180,7 +181,7 @@ class PoolScreen(Screen[None]):
         head = f"The pool   {totals.blocks} blocks of {self._block_size} tokens   step {state.step}"
         running = f"   {totals.running} running, {totals.waiting} waiting"
         self.query_one("#head", Static).update(Content.assemble((head, "bold"), (running, "$muted")))
-        self.query_one("#totals", Static).update(totals_line(totals))
+        self.query_one("#totals", Static).update(totals_line(totals, state.tiers))
         self._spark("occupancy", self.history.occupancy, percent(self.history.occupancy[-1]))
         self._spark("tok_s", self.history.tok_s, rate(totals.tok_s))
         self._spark("queue", self.history.queue, str(totals.waiting))
