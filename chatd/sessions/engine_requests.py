@@ -218,10 +218,10 @@ class EngineRequests:
         As `share`; the last id's row is computed for its logits.
         """
         held = min(source.lease.num_tokens, answer.num_tokens_before + len(answer.prompt_ids) - 1)
-        if source.lease.epoch != self._epoch or source.lease.node is not answer or held <= 0:
+        if source.lease.epoch != self.epoch or source.lease.node is not answer or held <= 0:
             return
         lease = session.lease
-        lease.epoch, lease.node, lease.num_tokens = self._epoch, answer, held
+        lease.epoch, lease.node, lease.num_tokens = self.epoch, answer, held
         lease.fork_of = (source.lease.id, held)
 
     async def fork(self, source: Session, node: Node, session: Session) -> Forked:

@@ -174,8 +174,8 @@ class TurnRunner:
             sample_of=first,
         )
         session.turn = turn
-        self.requests.share_prompt(first.session, first.answer, session)
         try:
+            self.requests.share_prompt(first.session, first.answer, session)
             self._accept(turn, first.answer.parent, [], list(first.answer.prompt_ids), on_accepted)
         except BaseException:
             self._free(turn)
