@@ -241,3 +241,23 @@ def test_two_tenants_find_a_public_prompt_at_their_first_turn(tmp_path: Path) ->
             assert f"1 public prompt of {num_tokens:.0f} tokens" in log.read()
         finally:
             daemon.terminate()
+
+
+def test_choices_and_beams_of_a_real_model(url: str) -> None:
+    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        model = client.models.list().data[0].id
+        messages = [{"role": "user", "content": CAPITAL}]
+        options = {"model": model, "messages": messages, "max_tokens": 24}
+        drawn = client.chat.completions.create(**options, n=3, temperature=1.5, seed=5)
+        alone = client.chat.completions.create(**options, temperature=1.5, seed=7)
+        assert len({choice.message.content for choice in drawn.choices}) == 3
+        assert drawn.choices[2].message.content == alone.choices[0].message.content
+        found = client.chat.completions.create(**options, n=2, extra_body={"use_beam_search": True, "best_of": 4})
+        assert len({choice.message.content for choice in found.choices}) == 2
+        assert "Paris" in found.choices[0].message.content
+        history = [
+            {"role": "assistant", "content": found.choices[1].message.content},
+            {"role": "user", "content": "And of Spain?"},
+        ]
+        later = client.chat.completions.create(**(options | {"messages": [*messages, *history]}))
+        assert later.usage.prompt_tokens_details.cached_tokens >= found.usage.prompt_tokens - 1

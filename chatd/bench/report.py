@@ -32,6 +32,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "waste": tables.waste_table,
     "trace": tables.trace_table,
     "fork": tables.fork_table,
+    "samples": tables.samples_table,
     "prefix": tables.prefix_table,
     "turn": tables.turn_table,
     "preemption": tables.preemption_table,
