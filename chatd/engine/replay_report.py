@@ -13,6 +13,9 @@ from chatd.engine.reports import explain_waiting
 
 PUBLIC = "(public)"
 
+NUM_LONGEST = 5
+"""Requests that are named for their waits."""
+
 
 @dataclass(slots=True)
 class TenantTally:
@@ -64,15 +67,17 @@ class Tally:
         num_failed_steps: Plans that were given up.
         num_rows: Computed.
         tenants: By name.
+        waited_s: Seconds that each request waited.
     """
 
     def __init__(self, first_step: int = 0) -> None:
         self.num_calls = self.num_steps = self.num_failed_steps = self.num_rows = 0
         self.tenants: dict[str, TenantTally] = {}
         self.seconds = 0.0
+        self.waited_s: dict[RequestId, float] = {}
         self._first_step = first_step
         self._tenant_of: dict[RequestId, str] = {}
-        self._waits: list[tuple[str, str]] = []
+        self._waits: list[tuple[RequestId, str, str]] = []
         self._waits_since = 0.0
         self._before: float | None = None
 
@@ -110,6 +115,10 @@ class Tally:
             longest = sorted(tally.waited_s.items(), key=lambda item: -item[1])
             waits = ", ".join(f"{reason} {seconds:.3f} s" for reason, seconds in longest)
             lines.append(f"  waited: {waits or 'never'}")
+        longest_waits = sorted(self.waited_s.items(), key=lambda item: -item[1])[:NUM_LONGEST]
+        if longest_waits:
+            each = ", ".join(f"request {request} {seconds:.3f} s" for request, seconds in longest_waits)
+            lines.append(f"longest waits: {each}")
         return lines
 
     def _of(self, request: RequestId) -> TenantTally:
@@ -143,12 +152,14 @@ class Tally:
         """Whoever waited after one call waited until the next one, for what it waited for then."""
         if core.scheduler.step >= self._first_step:
             seconds = call.now - self._waits_since
-            for tenant, reason in self._waits:
+            for request, tenant, reason in self._waits:
+                self.waited_s[request] = self.waited_s.get(request, 0.0) + seconds
                 self.tenants.setdefault(tenant, TenantTally()).wait(reason, seconds)
         self._waits_since = call.now
         if call.verb == "step" or self._waits:
             self._waits = [
-                (request.tenant or PUBLIC, why.value) for request, _, why in explain_waiting(core.scheduler.waiting)
+                (request.request_id, request.tenant or PUBLIC, why.value)
+                for request, _, why in explain_waiting(core.scheduler.waiting)
             ]
 
 

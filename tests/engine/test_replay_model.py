@@ -52,19 +52,32 @@ def test_a_real_engine_is_replayed_to_the_same_decisions(load_tiny, real_engine,
 async def test_an_engine_process_writes_a_log_that_replays(tiny_model, tmp_path):
     path = tmp_path / "engine.log"
     options = EngineOptions(
-        model_id="tiny", model_path=str(tiny_model), model_digest="d", kv_memory_bytes=8 * MIB, decision_log=str(path)
+        model_id="tiny",
+        model_path=str(tiny_model),
+        model_digest="d",
+        kv_memory_bytes=8 * MIB,
+        host_memory_bytes=MIB,
+        disk_space_bytes=8 * MIB,
+        disk_directory=str(tmp_path / "kv"),
+        decision_log=str(path),
     )
     client = EngineClient(options)
     await client.start(lambda phase, progress: None)
     for request in (1, 2):
-        client.send(Submit(request, request, "acme", 0, [5, 6, 7, request], SamplingParams(max_tokens=6)))
+        client.send(Submit(request, request, "acme", 0, [request] * 40, SamplingParams(max_tokens=6)))
     ended = 0
     async with asyncio.timeout(120):
         async for message in client.messages():
             ended += isinstance(message, Done)
             if ended == 2:
                 break
+        # The idle engine copies blocks down, and asks the disk how far it is.
+        while not list((tmp_path / "kv").rglob("*.kv")):  # noqa: ASYNC110
+            await asyncio.sleep(0)
     await client.close()
+    with LogReader(path) as log:
+        asked = [answer.asked for call in log.calls() for answer in call.disk]
+    assert {"write", "poll", "contains"} <= set(asked)
     report = replay_file(path)
     assert report.is_same
     assert "acme: 2 requests, ended: 2 max_output_tokens" in report.lines

@@ -75,6 +75,9 @@ def test_time_is_counted_by_what_was_waited_for(crowded: Kept) -> None:
     # Nobody waits longer than there was time, and nobody for what nobody lacked.
     assert sum(waited.values()) <= 3 * tally.seconds
     assert "slots" not in waited
+    assert sum(tally.waited_s.values()) == pytest.approx(sum(waited.values()))
+    longest = max(tally.waited_s, key=lambda request: tally.waited_s[request])
+    assert f"longest waits: request {longest} {tally.waited_s[longest]:.3f} s, request " in tally.lines()[-1]
 
 
 def test_the_summary_is_text(crowded: Kept) -> None:
