@@ -136,6 +136,9 @@ class TenantQueue:
     def __contains__(self, request: Request) -> bool:
         return self._requests.get(request.sort_key) is request
 
+    def __getitem__(self, place: int) -> Request:
+        return self._requests[self._keys[place]]
+
     @property
     def head(self) -> Request:
         """The next one of a queue that is not empty."""
@@ -233,18 +236,45 @@ class WaitingRequests:
         """Return the queues of one class, by tenant; none is empty."""
         return self._queues[request_class]
 
+    def head_of(self, tenant: Tenant) -> Request | None:
+        """Return the next candidate of a tenant, of its highest class that has one."""
+        for tenants in self._queues.values():
+            if tenant in tenants:
+                return tenants[tenant].head
+        return None
+
+    def next_ones(self, num_each: int) -> Iterator[tuple[Request, int]]:
+        """Yield the first so many of each queue, with their places."""
+        for name, tenants in self._queues.items():
+            for tenant, queue in tenants.items():
+                start = self._num_before(tenant, name)
+                for place in range(min(num_each, len(queue))):
+                    yield queue[place], start + place + 1
+
     def positions(self) -> Iterator[tuple[Request, int]]:
         """Yield each request with its place, from 1, in its tenant's own queue over all classes.
 
-        Those that are set aside stand at its end.
+        Those that are set aside stand at its end. Queues may change between two items: each place is the one at that
+        time, and who moves up meanwhile may be left out.
         """
-        behind: dict[Tenant, int] = {}
-        for tenants in self._queues.values():
-            for tenant, queue in tenants.items():
-                start = behind.get(tenant, 0)
-                for offset, request in enumerate(queue, start=start + 1):
-                    yield request, offset
-                behind[tenant] = start + len(queue)
-        for request in self._aside.values():
-            behind[request.tenant] = behind.get(request.tenant, 0) + 1
-            yield request, behind[request.tenant]
+        for name, tenants in self._queues.items():
+            for tenant in list(tenants):
+                place = 0
+                while (queue := tenants.get(tenant)) is not None and place < len(queue):
+                    yield queue[place], self._num_before(tenant, name) + place + 1
+                    place += 1
+        num_aside: dict[Tenant, int] = {}
+        for request in list(self._aside.values()):
+            tenant = request.tenant
+            num_aside[tenant] = num_aside.get(tenant, 0) + 1
+            if self.is_aside(request):
+                yield request, self._num_before(tenant) + num_aside[tenant]
+
+    def _num_before(self, tenant: Tenant, name: RequestClass | None = None) -> int:
+        """Return how many of a tenant's stand in the queues before that of one class, or in all."""
+        number = 0
+        for other, tenants in self._queues.items():
+            if other is name:
+                break
+            number += len(tenants.get(tenant, ()))
+        return number

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from chatd.engine.core import EngineCore
 from chatd.engine.decision_log import Call
+from chatd.engine.explanations import explain_waiting
 from chatd.engine.messages import Done, Prefill, Started, Submit, Tokens, WaitReason
 from chatd.engine.plan import RequestId
-from chatd.engine.reports import explain_waiting
 
 PUBLIC = "(public)"
 

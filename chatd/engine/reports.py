@@ -6,11 +6,11 @@ import math
 import sys
 from array import array
 from collections import deque
-from collections.abc import Iterator
 
 from chatd.engine.block_moves import BlockMoves
 from chatd.engine.draft import TenantCounts
-from chatd.engine.fairness import Tenant, WaitingRequests
+from chatd.engine.explanations import Explanations
+from chatd.engine.fairness import Tenant
 from chatd.engine.messages import (
     EngineMessage,
     EngineStats,
@@ -21,11 +21,9 @@ from chatd.engine.messages import (
     TenantPool,
     Tier,
     TierPool,
-    Waiting,
-    WaitReason,
     WatchPool,
 )
-from chatd.engine.request import Request, RequestStatus
+from chatd.engine.request import RequestStatus
 from chatd.engine.scheduler import Scheduler
 from chatd.kvcache.leases import Lease, LeaseState
 
@@ -61,6 +59,7 @@ class Reporter:
         self._moves = scheduler.moves
         self._waiting_interval_s = waiting_interval_s
         self._waiting_at = -math.inf
+        self._explanations = Explanations(scheduler.waiting)
         self._watch = WatchPool(0.0)
         self._frame_at = -math.inf
         self._stats_at = -math.inf
@@ -108,7 +107,7 @@ class Reporter:
         messages: list[EngineMessage] = []
         if planned and now - self._waiting_at >= self._waiting_interval_s and self._scheduler.waiting:
             self._waiting_at = now
-            messages += self._waiting()
+            messages += self._explanations.tell()
         if self._frame_changed and 0 < self._frame_interval_s() <= now - self._frame_at:
             self._frame_at, self._frame_changed = now, False
             messages.append(self.frame(now))
@@ -246,24 +245,6 @@ class Reporter:
                 TierPool(Tier.DISK, disk.num_blocks, disk.num_used, disk.num_stored, disk.num_loaded, disk.num_refused)
             )
         return rows
-
-    def _waiting(self) -> list[EngineMessage]:
-        messages: list[EngineMessage] = []
-        for request, position, why in explain_waiting(self._scheduler.waiting):
-            if request.told != (position, why):
-                request.told = (position, why)
-                messages.append(Waiting(request.request_id, position, why))
-        return messages
-
-
-def explain_waiting(waiting: WaitingRequests) -> Iterator[tuple[Request, int, WaitReason]]:
-    """Yield each waiting request that the front knows, with its place in its tenant's queue and why it waits."""
-    heads: dict[Tenant, WaitReason] = {}
-    for request, position in waiting.positions():
-        if request.is_told:
-            # Whoever stands behind waits for what the first one waits for.
-            why = request.why if waiting.is_aside(request) else heads.setdefault(request.tenant, request.why)
-            yield request, position, why
 
 
 def _row_tier(lease: Lease) -> Tier:
