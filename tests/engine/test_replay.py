@@ -2,6 +2,9 @@
 
 import functools
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -319,6 +322,32 @@ def test_a_replay_can_stop_early(tmp_path: Path) -> None:
     report = replay_file(tmp_path / "log", last_step=50)
     assert report.is_same
     assert report.lines[-1] == "every decision and message is the same, up to step 50"
+
+
+def test_a_log_of_another_process_is_replayed_whatever_its_hash_seed(tmp_path: Path) -> None:
+    """No decision may hang on the order of a set."""
+    code = f"""
+import functools, logging, pathlib
+from chatd.engine.decision_log import LogWriter
+from chatd.engine.recording import RecordingCore
+from chatd.testing import witness
+from chatd.testing.simulation import SHAPES, Simulation
+
+logging.disable(logging.CRITICAL)
+for number, shape in enumerate(SHAPES):
+    path = pathlib.Path({str(tmp_path)!r}) / str(number)
+    make = functools.partial(RecordingCore, make_writer=lambda header: LogWriter(path, header, 2**24))
+    witness.EngineCore = make
+    simulation = Simulation(number, shape)
+    simulation.run(60)
+    simulation.core.close()
+"""
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": "1"}, check=True)
+    paths = sorted(tmp_path.iterdir())
+    assert len(paths) == len(SHAPES)
+    for path in paths:
+        report = replay_file(path)
+        assert report.is_same, report.lines[-1]
 
 
 def test_a_file_that_was_cut_is_replayed_as_far_as_it_goes(tmp_path: Path) -> None:
