@@ -122,6 +122,9 @@ class Shape:
 class Witness:
     """An engine core on a provenance runner, and what should be true of it.
 
+    `submit` starts turns, `sample` more answers to the prompt of one, and `submit(beam=…)` searches: every table of a
+    beam is checked as any other, and what is found is compared with a search in which no engine takes part.
+
     Args:
         shape: Sizes.
         hash_function: Of the prefix index.
