@@ -120,7 +120,8 @@ class Admission:
             self._leases.set_state(request.lease, LeaseState.QUEUED, is_offer=False)
             return None
         loads = self._moves.take_loads(request, start, room)
-        num_tokens = len(loads) * self._config.block_size or self._moves.rows_of(request, start, room, most)
+        start += len(loads) * self._config.block_size
+        num_tokens = self._moves.rows_of(request, start, room, most, after_loads=bool(loads))
         while not (allocation := self._allocate(request, start + num_tokens, computed)):
             needed = self._kv.num_missing_blocks(table, request.num_tokens + 1, computed)
             victim = choose_over_block_share(self._running, request, needed, self._counters, self._kv.pool)

@@ -197,8 +197,13 @@ class BlockMoves:
             room.take_loads(costs.host_fixed_s + len(found) * costs.host_in_s_per_block)
         return found
 
-    def rows_of(self, request: Request, start: int, room: StepRoom, most: int | None) -> int:
-        """Return how many rows of a prompt from `start` on the step has room for, up to the next block to be loaded."""
+    def rows_of(self, request: Request, start: int, room: StepRoom, most: int | None, *, after_loads: bool) -> int:
+        """Return how many rows of a prompt from `start` on the step has room for, up to the next block to be loaded.
+
+        At least one; but none in a step that was filled by loads, or where more is to be loaded in the next.
+        """
+        if after_loads and (room.is_full or self._is_below_next(request, start // self._config.block_size)):
+            return 0
         num_rows = room.rows_of(start, request.num_tokens - start, most)
         if not request.has_loaded:
             return num_rows
@@ -309,6 +314,12 @@ class BlockMoves:
             if block is not None:
                 return block
         return None
+
+    def _is_below_next(self, request: Request, place: int) -> bool:
+        """Return whether a block can be loaded, or fetched, instead of being computed."""
+        if place >= self._num_loadable(request.lease):
+            return False
+        return self._find(request.lease, place) is not None or self._find_on_disk(request, place) is not None
 
     def _find_on_disk(self, request: Request, place: int) -> bytes | None:
         """Return the name of a block that the disk reads already, or would read for this request."""

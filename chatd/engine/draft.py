@@ -38,9 +38,9 @@ class Draft:
         request: Whose.
         allocation: The slots that were taken for it.
         start: Its first row's position.
-        num_tokens: Tokens from there on that are computed when it is committed; 0 where all that it wants is found.
+        num_tokens: Its rows; none where it only loads, or all that it wants is found.
         is_decode: Whether it draws the next token of an answer with one row.
-        loads: Blocks that are loaded from the host in place of computing these tokens; pinned until commit.
+        loads: Blocks that are loaded from the host, and end where the first row is; pinned until commit.
     """
 
     request: Request
@@ -49,11 +49,6 @@ class Draft:
     num_tokens: int
     is_decode: bool
     loads: Sequence[HostBlock] = ()
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that it computes."""
-        return 0 if self.loads else self.num_tokens
 
 
 def build_plan(step: int, drafts: Collection[Draft], block_size: int, stores: Sequence[BlockMove] = ()) -> Plan:
@@ -66,8 +61,10 @@ def build_plan(step: int, drafts: Collection[Draft], block_size: int, stores: Se
         ids = request.lease.token_ids
         end = draft.start + draft.num_tokens
         if draft.loads:
-            block_ids = request.lease.table.block_ids[draft.start // block_size :]
+            place = draft.start // block_size
+            block_ids = request.lease.table.block_ids[place - len(draft.loads) : place]
             loads += [BlockMove(i, block.slot) for i, block in zip(block_ids, draft.loads, strict=True)]
+        if not draft.num_tokens:
             continue
         sample = request.sample_spec() if end == len(ids) and not request.compute_only else None
         chunks.append(

@@ -198,8 +198,10 @@ class Scheduler:
         rows = pairs = 0
         for draft in drafts:
             request, num_tokens = draft.request, draft.num_tokens
-            if draft.loads:
+            if not num_tokens:
+                self.kv.commit(draft.allocation, draft.start, request.lease.token_ids)
                 self._commit_loads(draft)
+                self.joins.lead(request)
                 continue
             rows += num_tokens
             pairs += num_pairs(draft.start, num_tokens)
@@ -217,6 +219,7 @@ class Scheduler:
                 )
                 continue
             self.kv.commit(draft.allocation, end, ids)
+            self._commit_loads(draft)
             if not draft.is_decode:
                 self._commit_prefill(draft, end)
             elif self.joins.is_leading(request):
@@ -279,16 +282,19 @@ class Scheduler:
         self.step += 1
         if self._log is not None:
             for draft in self._drafts.values():
-                self._note("load" if draft.loads else "run", draft.request, draft.start, draft.num_tokens)
+                if draft.loads:
+                    self._note("load", draft.request, draft.start, len(draft.loads))
+                if draft.num_tokens:
+                    self._note("run", draft.request, draft.start, draft.num_tokens)
             for move in stores:
                 self._note("store", None, move.block_id, move.slot)
         self._in_flight = build_plan(self.step, self._drafts.values(), self.config.block_size, stores)
         return self._in_flight
 
     def _place(self, request: Request, num_tokens: int, loads: Sequence[HostBlock] = ()) -> bool:
-        """Give a running request rows, or loads in their place, if need be at others' cost; False: it gets none."""
+        """Give a running request rows, and loads before them, if need be at others' cost; False: it gets nothing."""
         table = request.lease.table
-        start = table.num_computed_tokens
+        start = table.num_computed_tokens + len(loads) * self.config.block_size
         while (allocation := self.leases.allocate_slots(table, start + num_tokens)) is None:
             victim = choose_victim(self.running, request)
             if victim is not None:
@@ -309,7 +315,8 @@ class Scheduler:
         if self.moves.must_wait(request, start):
             return
         loads = self.moves.take_loads(request, start, room)
-        num_tokens = len(loads) * self.config.block_size or self.moves.rows_of(request, start, room, most)
+        start += len(loads) * self.config.block_size
+        num_tokens = self.moves.rows_of(request, start, room, most, after_loads=bool(loads))
         self._place(request, num_tokens, loads)
 
     def _place_prefills(self, prefills: list[Request], now: float, *, admit: bool) -> None:
@@ -329,9 +336,9 @@ class Scheduler:
                 self._place_prefill(request, room, most)
             draft = self._drafts.get(request.request_id)
             if draft is not None:
-                if draft.num_rows:
-                    room.take(draft.start, draft.num_rows)
-                order.serve(request, draft.num_rows)
+                if draft.num_tokens:
+                    room.take(draft.start, draft.num_tokens)
+                order.serve(request, draft.num_tokens)
             elif not self.waiting.is_aside(request):
                 is_waiting = request.status is not RequestStatus.FINISHED
                 if is_waiting and request.why is WaitReason.NO_BLOCKS and self.admission.is_under_block_share(request):
@@ -361,9 +368,9 @@ class Scheduler:
             return False
         if request.admitted_s < 0:
             request.admitted_s = now
-            request.num_cached_tokens = draft.start
-            request.num_charged_tokens = draft.start
-        if not draft.num_tokens:
+            found = draft.start - len(draft.loads) * self.config.block_size
+            request.num_cached_tokens = request.num_charged_tokens = found
+        if not draft.num_tokens and not draft.loads:
             self._commit_prefill(draft, draft.start)
             self._end(request, FinishReason.COMPUTED, now)
             return False
@@ -429,11 +436,9 @@ class Scheduler:
         return drafts
 
     def _commit_loads(self, draft: Draft) -> None:
-        """Count what was loaded as what was found computed."""
-        request, end = draft.request, draft.start + draft.num_tokens
-        self.kv.commit(draft.allocation, end, request.lease.token_ids)
-        self.joins.lead(request)
-        self.ledger.count_loaded(request, draft.start, end)
+        if draft.loads:
+            first = draft.start - len(draft.loads) * self.config.block_size
+            self.ledger.count_loaded(draft.request, first, draft.start)
 
     def _commit_prefill(self, draft: Draft, end: int) -> None:
         request = draft.request

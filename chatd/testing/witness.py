@@ -413,7 +413,7 @@ class Witness:
             if not draft.loads:
                 continue
             truth = self._truth(draft.request.request_id)
-            for place in range(draft.start // size, (draft.start + draft.num_tokens) // size):
+            for place in range(draft.start // size - len(draft.loads), draft.start // size):
                 block_id = draft.request.lease.table.block_ids[place]
                 chains = runner.chains[block_id * size : (block_id + 1) * size]
                 assert chains == truth.chains[place * size : (place + 1) * size], (

@@ -497,3 +497,16 @@ def test_what_may_hold_nan_is_forgotten_below_the_pool_too():
     e.settle()
     assert e.done[2].reason is FinishReason.FAILED
     assert not any(e.core.tiers.is_below(digest) for digest in digests)
+
+
+def test_what_is_loaded_and_what_is_new_take_one_step():
+    e = engine()
+    e.generate(1, prompt(1, 21))
+    e.settle()
+    fill(e, 2)
+    plans = e.runner.plans
+    e.submit(3, [5], lease=1, base_len=29)
+    e.step()
+    assert e.runner.plans == plans + 1
+    assert e.runner.num_loaded > 0
+    assert len(e.outputs[3]) == 1

@@ -48,8 +48,9 @@ def test_every_invariant_holds_after_every_step(shape, hash_name):
     ):
         assert counts[what] > 10, f"{what} hardly happened: {counts}"
     if SHAPES[shape].host_slots:
-        for what in ("stored", "loaded", "swapped", "moves alone"):
+        for what in ("stored", "loaded", "swapped"):
             assert counts[what] > 10, f"{what} hardly happened: {counts}"
+        assert counts["moves alone"] > 0, "no step only moved blocks"
     if SHAPES[shape].disk_blocks:
         assert counts["from disk"] > 10, f"hardly anything came back from the disk: {counts}"
 
