@@ -106,6 +106,8 @@ class ProvenanceRunner:
         num_rows: Computed so far.
         num_stored: Blocks stored so far.
         num_loaded: Likewise.
+        answer_ids: What answers are made of, in place of the whole vocabulary; one that is there twice comes twice as
+            often.
         before_write: Called with each block that a plan writes to, before it is written.
         failing: Requests whose presence in a plan makes the step raise, after it has written.
         not_finite: Requests whose logits are not finite.
@@ -132,6 +134,7 @@ class ProvenanceRunner:
         self.token_ids = [POISON] * (num_blocks * block_size)
         self.plans = 0
         self.num_rows = self.num_stored = self.num_loaded = 0
+        self.answer_ids: Sequence[int] = ()
         self.before_write: Callable[[BlockId], None] | None = None
         self.failing: set[RequestId] = set()
         self.not_finite: set[RequestId] = set()
@@ -144,6 +147,8 @@ class ProvenanceRunner:
 
     def next_token(self, chain: int) -> int:
         """Return the token that follows a prefix."""
+        if self.answer_ids:
+            return self.answer_ids[(chain >> 33) % len(self.answer_ids)]
         return (chain >> 33) % self.vocab_size
 
     def candidates(self, chain: int, count: int, forbidden: Collection[int] = ()) -> list[tuple[int, float]]:

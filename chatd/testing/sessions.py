@@ -318,11 +318,13 @@ class CoreEngine:
 
     Args:
         num_blocks: Of the pool.
+        answer_ids: What answers are made of, in place of the whole vocabulary.
         config: Of the engine, by name.
     """
 
-    def __init__(self, num_blocks: int = 256, **config: Any) -> None:
+    def __init__(self, num_blocks: int = 256, *, answer_ids: Sequence[int] = (), **config: Any) -> None:
         self.clock = FakeClock()
+        self._answer_ids = answer_ids
         settings: dict[str, Any] = {
             "num_blocks": num_blocks,
             "namespace": NAMESPACE,
@@ -392,6 +394,7 @@ class CoreEngine:
     def _start(self) -> tuple[ProvenanceRunner, EngineCore]:
         config = self.config
         runner = ProvenanceRunner(config.num_blocks, config.block_size, VOCAB_SIZE, truth=self._truth, clock=self.clock)
+        runner.answer_ids = self._answer_ids
         return runner, EngineCore(config, runner, self.clock)
 
     def _ready_message(self) -> Ready:

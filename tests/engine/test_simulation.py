@@ -15,7 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from chatd.engine.messages import RequestClass
 from chatd.engine.sampling import SamplingParams
-from chatd.testing.night import HASHES, Run, all_runs, simulate_all, simulate_run
+from chatd.testing.night import HASHES, Run, all_runs, describe, simulate_all, simulate_run
 from chatd.testing.night import SEEDS as NIGHT_SEEDS
 from chatd.testing.night import STEPS as NIGHT_STEPS
 from chatd.testing.simulation import SHAPES, VERBS, Simulation, simulate
@@ -98,7 +98,7 @@ def _never_twice():
 def test_every_invariant_holds_all_night():
     runs = list(all_runs(NIGHT_SEEDS, NIGHT_STEPS))
     counts, found = simulate_all(runs, len(os.sched_getaffinity(0)))
-    assert not found, "\n".join(f"{error}\nagain: python -m chatd.testing.night {run}" for run, error in found)
+    assert not found, describe(found)
     assert len(runs) >= 1000
     assert counts["steps"] >= 2_000_000
 
