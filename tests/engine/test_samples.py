@@ -94,7 +94,9 @@ def test_a_sample_of_a_sample_waits_for_the_same_prompt():
 
 
 @pytest.mark.parametrize(
-    "other", [[3, 1, 4, 1, 5, 9, 2, 6, 6], PROMPT[:-1], [*PROMPT, 1]], ids=["other", "shorter", "longer"]
+    "other",
+    [[3, 1, 4, 1, 5, 9, 2, 6, 6], [3, 1, 7, 1, 5, 9, 2, 6, 5], PROMPT[:-1], [*PROMPT, 1]],
+    ids=["other end", "other middle", "shorter", "longer"],
 )
 def test_a_sample_of_another_prompt_is_any_request(other):
     engine, alone = EngineHarness(), EngineHarness()

@@ -27,7 +27,8 @@ from xml.etree import ElementTree
 
 import hypothesis.stateful  # noqa: F401  (what takes longest to import is imported once, before the forks)
 import pytest
-from seeded_faults import FAULTS, Fault
+from seeded_fault import Fault
+from seeded_faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("chatd", "kernels", "tui", "tests", "configs", "docs")

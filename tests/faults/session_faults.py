@@ -1,0 +1,89 @@
+"""Faults of sessions, of their events and of the doors."""
+
+from __future__ import annotations
+
+from seeded_fault import fault
+
+SESSION_FAULTS = (
+    fault(
+        "half a character is sent",
+        "a client shows U+FFFD where the answer has an emoji",
+        "chatd/sessions/detokenizer.py",
+        "            return self._decoder.decode(token_bytes[ids[0]])",
+        "            return self._decoder.decode(token_bytes[ids[0]], final=True)",
+        "tests/sessions/test_detokenizer.py::test_a_character_is_sent_once_its_last_byte_is_there",
+    ),
+    fault(
+        "the beginning of a stop string is sent",
+        "a client sees what it asked never to see",
+        "chatd/sessions/stop_strings.py",
+        "num_held = max((automaton.state for automaton in self._automatons), default=0)",
+        "num_held = 0",
+        "tests/sessions/test_stop_strings.py::test_no_part_of_a_stop_string_that_comes_to_be_matched_is_ever_sent",
+    ),
+    fault(
+        "an event is missing after a reconnect",
+        "a client's answer has a hole",
+        "chatd/sessions/events.py",
+        "start = len(self._events) - missed",
+        "start = len(self._events) - missed + 1",
+        "tests/sessions/test_events.py::test_what_was_missed_is_given_exactly",
+    ),
+    fault(
+        "what the ring no longer has is not missed",
+        "a client that was away long goes on with a hole and is not told",
+        "chatd/sessions/events.py",
+        "if missed < 0 or missed > len(self._events):",
+        "if missed < 0:",
+        "tests/sessions/test_events.py::test_what_the_ring_no_longer_has_is_not_guessed",
+        says="AssertionError|assert|IndexError",
+    ),
+    fault(
+        "events come before the answer to attach",
+        "a client sees deltas of a session that it does not know yet, and again in the snapshot",
+        "chatd/sessions/events.py",
+        "        self._waiting: list[Event] | None = list(replay)",
+        "        self._waiting: list[Event] | None = None",
+        "tests/sessions/test_events.py::test_a_held_subscription_keeps_the_order",
+    ),
+    fault(
+        "a command that comes twice is done twice",
+        "a client that reconnects asks its question again",
+        "chatd/server/idempotency.py",
+        "            known = answers.by_id.get(command.id)\n",
+        "            known = None\n",
+        "tests/server/test_idempotency.py::test_the_first_answer_is_given_again_to_the_same_user_only",
+    ),
+    fault(
+        "a foreign session can be named",
+        "who guesses an id reads somebody else's conversation",
+        "chatd/sessions/store.py",
+        "session = self._by_owner.get(owner, {}).get(session_id)",
+        "session = next((s[session_id] for s in self._by_owner.values() if session_id in s), None)",
+        "tests/sessions/test_isolation.py::test_a_foreign_session_and_an_unknown_one_are_refused_in_the_same_words",
+    ),
+    fault(
+        "a second turn begins beside the first",
+        "two answers are written into one conversation",
+        "chatd/sessions/turns.py",
+        "    if session.turn is not None:\n        raise Conflict(",
+        "    if session.turn is not None and session.closed:\n        raise Conflict(",
+        "tests/sessions/test_manager.py::test_a_second_turn_is_refused_while_one_runs",
+    ),
+    fault(
+        "a refused turn leaves the session busy",
+        "a session that once was refused something never answers again",
+        "chatd/sessions/turns.py",
+        "        except BaseException:\n            self._free(turn)\n            raise\n        return turn",
+        "        except BaseException:\n            raise\n        return turn",
+        "tests/sessions/test_manager.py::test_whatever_the_encoder_raises_the_session_is_free_again",
+    ),
+    fault(
+        "a failed turn stays in the history",
+        "the next prompt has a question that was never answered",
+        "chatd/sessions/turns.py",
+        "            session.conversation.remove_from(turn.first_node, turn.previous_head)\n        finally:",
+        "            pass\n        finally:",
+        "tests/sessions/test_manager.py::test_a_turn_that_fails_leaves_the_session_as_it_was",
+    ),
+)

@@ -1,0 +1,81 @@
+"""Faults of what several requests share: samples, beams, prompts that are only computed."""
+
+from __future__ import annotations
+
+from seeded_fault import SIMULATION, fault
+
+SAMPLES = "chatd/engine/samples.py"
+BEAMS = "chatd/engine/beams.py"
+
+TEST_SAMPLES = "tests/engine/test_samples.py::test_"
+TEST_BEAMS = "tests/engine/test_beams.py::test_"
+TEST_COMPUTE = "tests/engine/test_compute_only.py::test_"
+
+SHARING_FAULTS = (
+    fault(
+        "a sample forks one token too early",
+        "each sample computes a token again that is there",
+        SAMPLES,
+        "first.num_prompt_tokens - 1)",
+        "max(0, first.num_prompt_tokens - 2))",
+        TEST_SAMPLES + "samples_of_a_prompt_compute_it_once_and_a_row_each",
+    ),
+    fault(
+        "samples are not let go when the first one is lost",
+        "they wait for ever",
+        SAMPLES,
+        "        for other in self._take_others(request):\n            self._put_back(other)\n",
+        "",
+        TEST_SAMPLES + "samples_outlive_the_first_one_in_any_state",
+        says="AssertionError|does not come to an end|KeyError",
+    ),
+    fault(
+        "a sample may be of another tenant's prompt",
+        "whoever guesses a request's number shares its KV",
+        SAMPLES,
+        "if first.tenant != request.tenant or first.num_prompt_tokens != length:",
+        "if first.num_prompt_tokens != length:",
+        TEST_SAMPLES + "a_sample_of_another_tenants_prompt_shares_nothing",
+    ),
+    fault(
+        "a sample may be of another prompt",
+        "an answer to another question",
+        SAMPLES,
+        "        if first.lease.token_ids[:length] != request.lease.token_ids:\n            return\n",
+        "",
+        TEST_SAMPLES + "a_sample_of_another_prompt_is_any_request",
+    ),
+    fault(
+        "the beams of a search that is over are not released",
+        "each search loses blocks for ever",
+        BEAMS,
+        "                self._leases.close(member.lease)\n",
+        "",
+        TEST_BEAMS + "an_ended_search_gives_all_back_at_once",
+    ),
+    fault(
+        "a beam that is given up keeps its history",
+        "two beams are of one parent, and one of them goes on with another's KV",
+        BEAMS,
+        "                self._leases.become(chosen[-1].lease, parent.lease)\n",
+        "",
+        TEST_BEAMS + "a_search_finds_what_it_finds_without_an_engine",
+    ),
+    fault(
+        "a prompt that is only computed draws a token",
+        "work ahead of a message ends in an answer that nobody asked for",
+        "chatd/engine/draft.py",
+        "if end == len(ids) and not request.compute_only else None",
+        "if end == len(ids) else None",
+        TEST_COMPUTE + "the_whole_prompt_is_computed_and_nothing_is_drawn",
+        SIMULATION + "[0-xxh3]",
+    ),
+    fault(
+        "a prompt that is only computed stops before its last token",
+        "the turn after it computes a block again",
+        "chatd/engine/admission.py",
+        "        computed = self._kv.get_computed_blocks(table, request.lease.token_ids, last_too=request.compute_only)",
+        "        computed = self._kv.get_computed_blocks(table, request.lease.token_ids)",
+        TEST_COMPUTE + "what_another_lease_has_computed_is_found_whole",
+    ),
+)
