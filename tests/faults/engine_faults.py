@@ -14,6 +14,7 @@ REQUEST = "chatd/engine/request.py"
 TEST_SCHEDULER = "tests/engine/test_scheduler.py::test_"
 TEST_FAIRNESS = "tests/engine/test_fairness.py::test_"
 TEST_PREEMPTION = "tests/engine/test_preemption.py::test_"
+TEST_SET_TENANT = "tests/engine/test_set_tenant.py::test_"
 TEST_CORE = "tests/engine/test_core.py::test_"
 
 SCHEDULE_FAULTS = (
@@ -173,5 +174,29 @@ SCHEDULE_FAULTS = (
         "            pass\n        self.leases.close(lease)\n",
         TEST_CORE + "release_ends_what_runs_on_the_lease",
         says="AssertionError|KeyError",
+    ),
+    fault(
+        "a new floor is ignored",
+        "an operator's promise is not kept",
+        CORE,
+        "        self.pool.set_limits(tenant, weight, floor)\n",
+        "        self.pool.set_limits(tenant, weight, 0)\n",
+        TEST_SET_TENANT + "a_floor_protects_from_now_on_and_is_given_up_again",
+    ),
+    fault(
+        "floors may take the whole pool",
+        "a tenant without a floor is never answered",
+        CORE,
+        "floor = max(0, min(wanted, self.pool.num_blocks // 2 - others))",
+        "floor = wanted",
+        TEST_SET_TENANT + "floors_are_cut_to_half_of_the_pool_and_the_log_says_so",
+    ),
+    fault(
+        "a new weight is ignored",
+        "an operator's promise is not kept",
+        CORE,
+        "        self.scheduler.counters.set_weight(tenant, weight)\n",
+        "",
+        TEST_SET_TENANT + "backlogged_tenants_change_their_shares_with_their_weights",
     ),
 )

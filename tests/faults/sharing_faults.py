@@ -1,4 +1,4 @@
-"""Faults of what several requests share: samples, beams, prompts that are only computed."""
+"""Faults of what several requests share: samples, beams, joins, and prompts that are only computed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from seeded_fault import SIMULATION, fault
 
 SAMPLES = "chatd/engine/samples.py"
 BEAMS = "chatd/engine/beams.py"
+JOINS = "chatd/engine/joins.py"
 
+TEST_JOINS = "tests/engine/test_joins.py::test_"
 TEST_SAMPLES = "tests/engine/test_samples.py::test_"
 TEST_BEAMS = "tests/engine/test_beams.py::test_"
 TEST_COMPUTE = "tests/engine/test_compute_only.py::test_"
@@ -73,9 +75,51 @@ SHARING_FAULTS = (
     fault(
         "a prompt that is only computed stops before its last token",
         "the turn after it computes a block again",
-        "chatd/engine/admission.py",
-        "        computed = self._kv.get_computed_blocks(table, request.lease.token_ids, last_too=request.compute_only)",
-        "        computed = self._kv.get_computed_blocks(table, request.lease.token_ids)",
+        "chatd/kvcache/manager.py",
+        "end = (len(token_ids) - (not last_too)) // size",
+        "end = (len(token_ids) - 1) // size",
         TEST_COMPUTE + "what_another_lease_has_computed_is_found_whole",
+    ),
+    fault(
+        "tenants join each other",
+        "how soon an answer comes tells what another tenant asks",
+        "chatd/kvcache/manager.py",
+        "return (table.namespace, 0 if parent is None else parent.serial, tokens)",
+        "return (self._public, 0 if parent is None else parent.serial, tokens)",
+        TEST_JOINS + "tenants_never_join",
+    ),
+    fault(
+        "nobody leads where the leader has ended",
+        "those who joined it wait for ever",
+        JOINS,
+        "        if group is not None:\n            self._replace_leader(group)\n        group = self._group_of",
+        "        group = self._group_of",
+        TEST_JOINS + "the_first_joiner_leads_where_the_leader_is_cancelled",
+        says="AssertionError|does not come to an end|KeyError",
+    ),
+    fault(
+        "a leader that lost its blocks leads on",
+        "those who joined it wait for what nobody computes",
+        "chatd/engine/scheduler.py",
+        "        self.joins.on_lost(victim)\n",
+        "",
+        TEST_JOINS + "a_leader_that_is_preempted_is_followed_by_the_first_joiner_and_joins_it",
+        SIMULATION + "[1-xxh3]",
+    ),
+    fault(
+        "a joiner waits for a block more than it shares",
+        "it goes on when its leader has ended, and not when it could",
+        JOINS,
+        "        group.add(request, num_shared)\n",
+        "        group.add(request, num_shared + size)\n",
+        TEST_JOINS + "prompts_that_share_a_part_compute_that_part_once",
+    ),
+    fault(
+        "a leader keeps its own class",
+        "a person waits behind a batch job whose prefix is the same",
+        JOINS,
+        "        self._waiting.set_class(group.leader, group.highest_class())\n",
+        "",
+        TEST_JOINS + "a_leader_inherits_the_highest_class_of_its_joiners",
     ),
 )
