@@ -73,6 +73,17 @@ def test_prompts_that_share_a_part_compute_that_part_once():
     assert [engine.outputs[request] for request in range(6)] == answers(prompts)
 
 
+def test_a_joiner_goes_on_as_soon_as_its_leader_is_past_what_they_share():
+    engine = harness(max_num_batched_tokens=SIZE, max_num_seqs=4)
+    engine.submit(1, prompt(40 * SIZE))
+    engine.submit(2, prompt(3 * SIZE) + prompt(5, 11))
+    engine.step(3)
+    assert set_aside(engine) == []
+    assert joined(engine) == 1
+    engine.step(3)
+    assert 2 in {r.request_id for r in engine.core.scheduler.running}
+
+
 def test_a_prompt_that_shares_more_with_the_second_one_joins_twice():
     engine = harness()
     first = prompt(1024) + prompt(512, 3)

@@ -33,7 +33,7 @@ def test_backlogged_tenants_change_their_shares_with_their_weights():
 
     def served(steps):
         nonlocal number
-        counts = engine.core.scheduler.counts
+        counts = engine.core.scheduler.ledger.counts
         before = {name: counts[name].output_tokens if name in counts else 0 for name in ("acme", "blue")}
         for _ in range(steps):
             for tenant in ("acme", "blue"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seeded_fault import SIMULATION, fault
+from seeded_fault import SIMULATION, Edit, Fault, fault
 
 SAMPLES = "chatd/engine/samples.py"
 BEAMS = "chatd/engine/beams.py"
@@ -80,13 +80,22 @@ SHARING_FAULTS = (
         "end = (len(token_ids) - 1) // size",
         TEST_COMPUTE + "what_another_lease_has_computed_is_found_whole",
     ),
-    fault(
+    Fault(
         "tenants join each other",
         "how soon an answer comes tells what another tenant asks",
-        "chatd/kvcache/manager.py",
-        "return (table.namespace, 0 if parent is None else parent.serial, tokens)",
-        "return (self._public, 0 if parent is None else parent.serial, tokens)",
-        TEST_JOINS + "tenants_never_join",
+        (
+            Edit(
+                "chatd/kvcache/manager.py",
+                "return (table.namespace, 0 if parent is None else parent.serial, tokens)",
+                "return (self._public, 0 if parent is None else parent.serial, tokens)",
+            ),
+            Edit(
+                JOINS,
+                "return request.num_leads_seen != self._num_leads.get(request.lease.table.namespace, 0)",
+                "return True",
+            ),
+        ),
+        (TEST_JOINS + "tenants_never_join",),
     ),
     fault(
         "nobody leads where the leader has ended",
@@ -112,7 +121,7 @@ SHARING_FAULTS = (
         JOINS,
         "        group.add(request, num_shared)\n",
         "        group.add(request, num_shared + size)\n",
-        TEST_JOINS + "prompts_that_share_a_part_compute_that_part_once",
+        TEST_JOINS + "a_joiner_goes_on_as_soon_as_its_leader_is_past_what_they_share",
     ),
     fault(
         "a leader keeps its own class",

@@ -173,7 +173,7 @@ async def talk(seed: int, num_turns: int, caplog: pytest.LogCaptureFixture) -> E
 
 def evictions(engines: Sequence[EchoEngine]) -> tuple[int, int, int]:
     counts = [(e.core.scheduler.num_preemptions, e.core.pool.num_evictions) for e in engines]
-    cached = sum(c.cached_tokens for e in engines for c in e.core.scheduler.counts.values())
+    cached = sum(c.cached_tokens for e in engines for c in e.core.scheduler.ledger.counts.values())
     return sum(c[0] for c in counts), sum(c[1] for c in counts), cached
 
 
