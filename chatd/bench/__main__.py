@@ -23,10 +23,16 @@ BENCHMARKS = {
     "turn": "the work of a turn, counted, by its history",
     "preemption": "swap against recompute, by block size and on a running engine",
     "probe": "whether the time to the first token tells what another tenant has cached",
+    "join": "equal prompts at once, beside different ones",
+    "neighbor": "what one tenant sees of another that floods",
 }
 """Each prints its figures, and writes them where `--json PATH` says."""
 
-COMMANDS = {**BENCHMARKS, "report": "writes the tables of README and docs from docs/figures"}
+COMMANDS = {
+    **BENCHMARKS,
+    "figures": "takes all figures of README and docs anew",
+    "report": "writes the tables and pictures of README and docs from docs/figures",
+}
 
 
 def main(arguments: Sequence[str]) -> int:

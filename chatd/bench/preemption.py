@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--quantization", default="int8")
     parser.add_argument("--tokens", type=int, default=1024, help="whose blocks are copied or computed again")
     parser.add_argument("--victim", type=int, default=2048, help="tokens of a victim, or of the pool that it fills")
-    parser.add_argument("--writers", type=int, default=8, help="requests of the load that outgrow the pool")
+    parser.add_argument("--writers", type=int, default=6, help="requests of the load that outgrow the pool")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--in-child", choices=PARTS, help=argparse.SUPPRESS)

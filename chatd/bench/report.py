@@ -36,6 +36,8 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "prefix": tables.prefix_table,
     "turn": tables.turn_table,
     "preemption": tables.preemption_table,
+    "join": tables.join_table,
+    "neighbor": tables.neighbor_table,
     "pool": tables.pool_table,
     "kernels": tables.kernels_table,
     "front": tables.front_table,

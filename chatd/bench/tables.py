@@ -299,5 +299,43 @@ def preemption_table(figures: Figures) -> str:
     return f"{crossing_table}\n\n{crossing_line}\n\n{episode_table}\n\n{load_table}"
 
 
+def join_table(figures: Figures) -> str:
+    """Return what equal prompts at once take, beside different ones."""
+    heads = [
+        f"{figures['equal']['requests']} prompts of {figures['prompt']:,} + {figures['tail']} tokens at once",
+        "rows computed",
+        "joined",
+        "first token, p50",
+        "all first tokens after",
+    ]
+    rows = [
+        [
+            name,
+            f"{row['rows']:,}",
+            f"{row['joins']}",
+            f"{row['first_token_p50_s']:.1f} s",
+            f"{row['all_first_tokens_s']:.1f} s",
+        ]
+        for name, row in (("the first part equal", figures["equal"]), ("all different", figures["different"]))
+    ]
+    return markdown_table(heads, rows)
+
+
+def neighbor_table(figures: Figures) -> str:
+    """Return a quiet tenant's time to the first token, alone and beside a flood."""
+    heads = ["the quiet tenant", "TTFT, p50", "p95", "steps to the first token, p50", "most"]
+    rows = [
+        [
+            name,
+            f"{row['ttft_p50_s'] * 1e3:,.0f} ms",
+            f"{row['ttft_p95_s'] * 1e3:,.0f} ms",
+            f"{row['steps_p50']:.0f}",
+            f"{row['steps_max']}",
+        ]
+        for name, row in (("alone", figures["alone"]), ("beside the flood", figures["flooded"]))
+    ]
+    return markdown_table(heads, rows)
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
