@@ -2,8 +2,9 @@
 
 import pytest
 
+from chatd.engine.core import TenantLimits
 from chatd.engine.joins import Joins
-from chatd.engine.messages import Cancel, FinishReason, Fork, LeaseId, Started, Waiting, WaitReason
+from chatd.engine.messages import Cancel, FinishReason, Fork, LeaseId, Preempted, Started, Waiting, WaitReason
 from chatd.engine.plan import RequestId
 from chatd.engine.samples import Samples
 from chatd.testing.engine import EngineHarness, chains_of, engine_config, sampling_params
@@ -209,3 +210,26 @@ def test_leases_of_samples_hold_the_ids_that_were_computed():
         computed = lease.table.num_computed_tokens
         slots = [engine.runner.chains[lease.table.block_ids[i // 4] * 4 + i % 4] for i in range(computed)]
         assert slots == chains_of(lease.token_ids)[:computed]
+
+
+def test_samples_go_on_by_themselves_where_the_first_one_loses_its_blocks_before_its_end():
+    config = engine_config(
+        num_blocks=12,
+        max_model_len=40,
+        max_num_batched_tokens=8,
+        max_num_seqs=8,
+        tenants={"acme": TenantLimits(), "blue": TenantLimits(3.0)},
+    )
+    engine = EngineHarness(config)
+    prompt = [1 + i % 7 for i in range(30)]
+    follow(engine, 2, prompt, max_tokens=3)
+    engine.step(2)
+    for number in range(10, 16):
+        engine.submit(number, [number] * 6, tenant="blue", params=sampling_params(8))
+    engine.step(3)
+    lost = [m for m in engine.messages if isinstance(m, Preempted) and m.request == 1]
+    assert lost, "the first one kept its blocks"
+    assert not any(engine.core.scheduler.waiting.is_aside(request) for request in engine.core.scheduler.waiting)
+    engine.run()
+    assert engine.outputs[1] == engine.outputs[2]
+    assert len(engine.outputs[1]) == 3

@@ -119,3 +119,20 @@ def test_a_forgotten_keys_answers_end_all_the_same() -> None:
     assert quotas.of("a") is not old
     old.finish(5)
     assert old.num_inflight == 0
+
+
+def test_several_answers_of_one_request_count_each_and_put_the_bucket_into_debt() -> None:
+    clock = FakeClock()
+    key = quota(clock, requests_per_minute=6, max_inflight=10)
+    key.admit(8)
+    assert key.num_inflight == 8
+    with pytest.raises(RateLimited, match="max_inflight"):
+        key.admit(3)
+    with pytest.raises(RateLimited) as refused:
+        key.admit()
+    assert refused.value.retry_after_ms == 30_000  # two in debt and one more, at one in ten seconds
+    key.refund(8)
+    assert key.num_inflight == 0
+    key.admit(2)
+    key.finish(5, 2)
+    assert key.num_inflight == 0
