@@ -64,8 +64,8 @@ def choose_over_slot_share(
 ) -> Request | None:
     """Return whom a tenant under its share of slots may preempt: the youngest of the one most over its own.
 
-    Everybody may have one slot. Where that is more than a share of them, it takes turns: only tenants that have been
-    served more give way, or those of small weight would be served as much as all others.
+    Everybody may have one slot. Only tenants that have been served as much give way: else one whose requests need few
+    steps, or one of small weight among few slots, would be served more than its weight by what others lose.
     """
     slots: dict[Tenant, int] = {}
     for request in running:
@@ -77,8 +77,7 @@ def choose_over_slot_share(
     if slots.get(needy.tenant, 0) + 1 > share(needy.tenant):
         return None
     over = {tenant for tenant, count in slots.items() if count > share(tenant)}
-    if counters.share(needy.tenant, max_num_seqs) < 1.0:
-        over = {tenant for tenant in over if counters.counter(tenant) > counters.counter(needy.tenant)}
+    over = {tenant for tenant in over if counters.counter(tenant) >= counters.counter(needy.tenant)}
     return max(
         _unsafe_of(running, over - {needy.tenant}),
         key=lambda request: (slots[request.tenant] / counters.weight(request.tenant), request.admission),
