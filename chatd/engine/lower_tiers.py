@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from chatd.engine.transfer_costs import TransferCosts
 from chatd.engine.transfer_trial import measure_disk, measure_host
 from chatd.errors import EnvironmentProblem
 from chatd.kvcache.block_directory import KEY_BYTES, DirectoryInUse, load_key
+from chatd.kvcache.block_file import file_bytes
 from chatd.kvcache.disk_tier import DiskTier
 from chatd_kernels.kv_cache import KVCache, KVCacheLayout
 
@@ -91,11 +93,22 @@ def open_lower_tiers(options: EngineOptions, cache: KVCache, host: HostBuffer | 
             raise
         else:
             disk_costs = measure_disk(root / "trial", layout.block_bytes)
-            kept = f", {disk.num_used:,} from before" if disk.num_used else ""
-            notes.append(f"{_describe(str(root), disk.num_blocks, layout)}{kept}")
+            notes += _describe_disk(root, disk, layout)
     return LowerTiers(host, disk, key, TransferCosts(*measure_host(cache, host), *disk_costs), notes)
 
 
 def _describe(where: str, num_blocks: int, layout: KVCacheLayout) -> str:
     size = num_blocks * layout.block_bytes / 2**20
     return f"{where} keeps {num_blocks:,} blocks more = {num_blocks * layout.block_size:,} tokens ({size:,.0f} MiB)"
+
+
+def _describe_disk(root: Path, disk: DiskTier, layout: KVCacheLayout) -> list[str]:
+    kept = f", {disk.num_used:,} from before" if disk.num_used else ""
+    notes = [f"{_describe(str(root), disk.num_blocks, layout)}{kept}"]
+    free = shutil.disk_usage(root).free
+    wanted = (disk.num_blocks - disk.num_used) * file_bytes(layout.block_bytes)
+    if wanted > free:
+        notes.append(
+            f"of the {wanted / 2**20:,.0f} MiB that these blocks may still take only {free / 2**20:,.0f} MiB are free"
+        )
+    return notes

@@ -1,7 +1,9 @@
 import errno
 import logging
 import os
+import shutil
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,6 +116,15 @@ def test_a_disk_keeps_its_key_and_its_blocks_over_a_restart(opened, tmp_path):
     assert again.disk.settle(FOREVER)
     assert [result.verb for result in again.disk.poll()] == ["read"]
     assert torch.equal(again.host.slots[1], tiers.host.slots[2])
+
+
+def test_a_disk_with_less_room_than_it_may_take_is_said(opened, monkeypatch):
+    for free, num_notes in ((9 * FILE_BYTES, 1), (9 * FILE_BYTES - 1, 2)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _root, free=free: SimpleNamespace(free=free))
+        tiers = opened(disk_space_bytes=9 * FILE_BYTES)
+        tiers.disk.close()
+        assert len(tiers.notes) == num_notes
+    assert tiers.notes[1] == "of the 0 MiB that these blocks may still take only 0 MiB are free"
 
 
 def test_a_disk_that_another_daemon_has_is_done_without(opened, tmp_path, caplog):
