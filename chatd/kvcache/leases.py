@@ -332,10 +332,11 @@ class LeaseTable:
         return num_blocks <= 0
 
     def _shrink_all(self, state: LeaseState, account: Account, needed: int, shared_too: bool) -> bool:
-        """Shrink leases of one state until there is enough; tenants most over their share first."""
+        """Shrink leases of one state until there is enough; tenants most over their share first, public ones last."""
         pool = self._pool
         tenants = self._reclaimable[state]
-        for tenant in sorted(tenants, key=lambda tenant: (-pool.account(tenant).over_share, tenant or "")):
+        shares = {tenant: -pool.account(tenant).over_share for tenant in tenants}
+        for tenant in sorted(tenants, key=lambda tenant: (tenant is None, shares[tenant], tenant or "")):
             other = pool.account(tenant)
             emptied: dict[int, None] = {}
             # What is kept below is dropped before what is not: it is copied down in this order too, so it comes first.
