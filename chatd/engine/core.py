@@ -171,7 +171,7 @@ class EngineCore:
             if self._suspects:
                 self._suspects.pop()
             num_output = sum(len(m.deltas) for m in self.scheduler.outbox if isinstance(m, Tokens))
-            self._reporter.count_step(now, self._clock() - started, output.model_s, num_output)
+            self._reporter.count_step(now, self._clock() - started, output, num_output)
         self._reporter.mark_changed()
         return self._drain(now, planned=True)
 

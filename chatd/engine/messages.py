@@ -505,6 +505,7 @@ class EngineStats(_Message, frozen=True):
         integrity_errors: Invariants found broken when idle.
         num_swapped: Of the preempted requests, those whose blocks were saved to a lower tier.
         num_joins: Requests that waited for a prefix that another one was computing.
+        move_s: Of `step_s`, seconds in moving blocks to lower tiers and back.
     """
 
     steps: int
@@ -515,6 +516,7 @@ class EngineStats(_Message, frozen=True):
     integrity_errors: int
     num_swapped: int = 0
     num_joins: int = 0
+    move_s: float = 0.0
 
 
 class Pong(_Message, frozen=True):

@@ -23,6 +23,7 @@ from chatd.engine.messages import (
     TierPool,
     WatchPool,
 )
+from chatd.engine.plan import StepOutput
 from chatd.engine.request import RequestStatus
 from chatd.engine.scheduler import Scheduler
 from chatd.kvcache.leases import Lease, LeaseState
@@ -69,7 +70,7 @@ class Reporter:
         self.steps = 0
         self.num_failed_steps = 0
         self.integrity_errors = 0
-        self.step_s = self.model_s = 0.0
+        self.step_s = self.model_s = self.move_s = 0.0
 
     def watch(self, watch: WatchPool) -> None:
         """Change how often frames are sent and what is in them; the next one is due at once."""
@@ -91,12 +92,13 @@ class Reporter:
         self._stats_changed = self._frame_changed = True
         self.integrity_errors += 1
 
-    def count_step(self, now: float, step_s: float, model_s: float, num_output: int) -> None:
+    def count_step(self, now: float, step_s: float, output: StepOutput, num_output: int) -> None:
         """Count a committed step."""
         self._stats_changed = True
         self.steps += 1
         self.step_s += step_s
-        self.model_s += model_s
+        self.model_s += output.model_s
+        self.move_s += output.move_s
         if num_output:
             self._output.append((now, num_output))
             self._num_output += num_output
@@ -162,6 +164,7 @@ class Reporter:
             self.integrity_errors,
             self._scheduler.num_swapped,
             self._scheduler.joins.num_joins,
+            self.move_s,
         )
 
     def frame(self, now: float) -> PoolFrame:

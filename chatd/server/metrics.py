@@ -239,6 +239,7 @@ class _Scrape(Collector):
             yield _counter("chatd_engine_steps", "Steps committed.", stats.steps)
             yield _counter("chatd_engine_step_seconds", "Seconds in steps.", stats.step_s)
             yield _counter("chatd_engine_model_seconds", "Of those, in the model.", stats.model_s)
+            yield _counter("chatd_engine_move_seconds", "Of those, in moving blocks between tiers.", stats.move_s)
             yield _counter("chatd_engine_failed_steps", "Steps that were discarded.", stats.num_failed_steps)
             yield _counter("chatd_engine_integrity_errors", "Invariants found broken.", stats.integrity_errors)
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from chatd.engine.core import TenantLimits
+from chatd.engine.cost_model import CostParameters
 from chatd.engine.messages import Cancel, FinishReason, LeaseTier, Preempted, Tier, Waiting, WaitReason, WatchPool
 from chatd.engine.transfer_costs import TransferCosts
 from chatd.testing.disk import FakeDisk
@@ -63,6 +64,21 @@ def test_a_session_comes_back_from_the_host_and_only_what_is_no_full_block_is_co
     computed, loaded, _ = come_back(e, 1)
     assert loaded == 7 - held // SIZE
     assert computed == 29 + 2 - 28
+
+
+def test_the_time_of_moves_is_told_apart_from_the_models():
+    e = engine(runner_options={"cost": CostParameters(0.25, 0.0, 0.0), "move_s": 0.5})
+    e.generate(1, prompt(1, 21))
+    e.settle()
+    fill(e, 2)
+    steps, before = e.core.stats().steps, e.core.stats().move_s
+    _, loaded, _ = come_back(e, 1)
+    stats = e.core.stats()
+    assert loaded > 0
+    assert stats.move_s - before >= 0.5 * loaded
+    assert stats.model_s == pytest.approx(0.25 * stats.steps)
+    assert stats.step_s == pytest.approx(stats.model_s + stats.move_s)
+    assert stats.steps > steps
 
 
 def test_where_nothing_is_kept_below_everything_is_computed_again():
