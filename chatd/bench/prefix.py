@@ -41,11 +41,11 @@ class _Watch:
             setattr(kv, name, self._timed(getattr(kv, name)))
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
+        def timed(*arguments: Any, **options: Any) -> Any:
             self._depth += 1
             started = time.perf_counter()
             try:
-                return call(*arguments)
+                return call(*arguments, **options)
             finally:
                 self._depth -= 1
                 if not self._depth:
@@ -149,17 +149,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--system", type=int, default=4096, help="tokens of the system prompt")
     parser.add_argument("--user", type=int, default=40, help="tokens after it")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=64, help="decode steps that are timed")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--in-child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.in_child:
         engine = RealEngine(options.model, options.quantization)
         ttft = ttft_figures(engine, options.system, options.user, options.repeats)
-        print(json.dumps({"ttft": ttft, "share": share_figures(engine, options.system // 2, 16, 64)}))
+        print(json.dumps({"ttft": ttft, "share": share_figures(engine, options.system // 2, 16, options.steps)}))
         return 0
     machinery = machinery_figures()
     passed = ["--model", options.model, "--quantization", options.quantization, "--system", str(options.system)]
-    passed += ["--user", str(options.user), "--repeats", str(options.repeats)]
+    passed += ["--user", str(options.user), "--repeats", str(options.repeats), "--steps", str(options.steps)]
     figures = run_in_engine_process("prefix", passed)
     ttft, share = figures["ttft"], figures["share"]
     print(f"TTFT after a system prompt of {options.system} tokens and a message of {options.user}")

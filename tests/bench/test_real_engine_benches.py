@@ -1,4 +1,4 @@
-"""The benchmarks of tenants that share the real engine run on small sizes."""
+"""The benchmarks that time the real engine run on small sizes."""
 
 import json
 import subprocess
@@ -34,3 +34,15 @@ def test_a_quiet_tenant_is_timed_alone_and_beside_a_flood(tmp_path):
         assert row["turns"] == 2
         assert 0 < row["ttft_p50_s"] <= row["ttft_p95_s"]
         assert 1 <= row["steps_p50"] <= row["steps_max"]
+
+
+@pytest.mark.model
+def test_a_system_prompt_is_found_by_its_tenant_and_by_all_where_it_is_public(tmp_path):
+    out = tmp_path / "prefix.json"
+    small = ["--system", "96", "--user", "5", "--repeats", "1", "--steps", "4"]
+    bench("prefix", *small, "--json", str(out))
+    figures = json.loads(out.read_text())
+    assert figures["ttft"]["cached_tokens"] == {"uncached": 0, "cached": 96, "public": 96}
+    assert all(seconds > 0 for seconds in figures["ttft"]["ttft_s"].values())
+    assert 0 < figures["share"]["of_prefill"] < 0.5
+    assert 0 < figures["share"]["of_decode"] < 0.5
