@@ -130,35 +130,32 @@ def serve(
     until_stdin_closes: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Serve a model to everybody who has a key."""
-    loaded = load_settings(
-        config,
-        {
-            "model.name": model,
-            "server.host": host,
-            "server.port": port,
-            "server.keys_file": keys_file,
-            "server.allow_anonymous_loopback": no_auth or None,
-            "server.tls_cert": tls_cert,
-            "server.tls_key": tls_key,
-            "server.behind_proxy": behind_proxy,
-            "model.quantization": quantization,
-            "engine.kv_memory": kv_memory,
-            "engine.host_memory": host_memory,
-            "engine.disk_space": disk_space,
-            "engine.disk_directory": disk_directory,
-            "model.max_model_len": max_model_len,
-            "engine.max_num_seqs": max_num_seqs,
-            "engine.max_num_batched_tokens": max_num_batched_tokens,
-            "engine.threads": threads,
-            "log.level": log_level,
-            "engine.decision_log": decision_log,
-        },
-    )
-    run, settings = _server_module().serve, loaded.settings
+    flags: dict[str, object] = {
+        "model.name": model,
+        "server.host": host,
+        "server.port": port,
+        "server.keys_file": keys_file,
+        "server.allow_anonymous_loopback": no_auth or None,
+        "server.tls_cert": tls_cert,
+        "server.tls_key": tls_key,
+        "server.behind_proxy": behind_proxy,
+        "model.quantization": quantization,
+        "engine.kv_memory": kv_memory,
+        "engine.host_memory": host_memory,
+        "engine.disk_space": disk_space,
+        "engine.disk_directory": disk_directory,
+        "model.max_model_len": max_model_len,
+        "engine.max_num_seqs": max_num_seqs,
+        "engine.max_num_batched_tokens": max_num_batched_tokens,
+        "engine.threads": threads,
+        "log.level": log_level,
+        "engine.decision_log": decision_log,
+    }
+    run, settings = _server_module().serve, load_settings(config, flags).settings
     if until_stdin_closes:
         _end_with_stdin()
         settings = private_settings(settings)
-    run(settings)
+    run(settings, load_settings=lambda: load_settings(config, flags).settings)
 
 
 @app.command(rich_help_panel=SERVING)

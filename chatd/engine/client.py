@@ -34,6 +34,7 @@ from chatd.engine.messages import (
     Ping,
     Pong,
     Ready,
+    SetTenant,
     Shutdown,
     Submit,
     WatchPool,
@@ -141,6 +142,7 @@ class EngineClient:
         self._started: asyncio.Future[Ready] | None = None
         self._on_progress: OnProgress | None = None
         self._watch_pool: WatchPool | None = None
+        self._limits: dict[str, SetTenant] = {}
         self._unread: deque[list[EngineEvent]] = deque()
         self._unread_changed = asyncio.Event()
 
@@ -188,18 +190,25 @@ class EngineClient:
             await self.close()
             raise
 
+    def _raised_floor(self, limits: SetTenant) -> float:
+        """Return how much a floor grows since the start: the others make room first."""
+        share = self._options.tenants.get(limits.tenant)
+        return limits.floor - (0.0 if share is None else share.floor)
+
     def send(self, message: FrontMessage) -> None:
         """Send a message without waiting.
 
         While no engine serves, `Submit` and `Fork` are refused; the other messages are about what died with it, and
-        are dropped. An engine that takes nothing gets no more work, but is told all else. The last `WatchPool` is
-        repeated to each new process.
+        are dropped. An engine that takes nothing gets no more work, but is told all else. The last `WatchPool`, and the
+        last `SetTenant` of each tenant, are repeated to each new process.
 
         Raises:
             Unavailable: No engine serves, or it does not take what was sent before.
         """
         if isinstance(message, WatchPool):
             self._watch_pool = message
+        elif isinstance(message, SetTenant):
+            self._limits[message.tenant] = message
         process = self._process
         if self._state is not EngineState.READY or process is None:
             if isinstance(message, Submit | Fork):
@@ -314,6 +323,8 @@ class EngineClient:
                     self._report("ready", 1.0)
                     if self._watch_pool is not None:
                         process.send(encode(self._watch_pool))
+                    for limits in sorted(self._limits.values(), key=self._raised_floor):
+                        process.send(encode(limits))
                     if self._started is not None and not self._started.done():
                         self._started.set_result(message)
             events.append(message)

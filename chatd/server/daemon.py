@@ -24,7 +24,7 @@ from chatd.tenants.quotas import KeyQuota, QuotaLimits, Quotas
 
 if TYPE_CHECKING:
     from chatd.engine.client import EngineClient
-    from chatd.engine.messages import PoolFrame
+    from chatd.engine.messages import FrontMessage, PoolFrame
     from chatd.server.websocket import Connection
     from chatd.sessions.manager import SessionManager
 
@@ -110,6 +110,7 @@ class Daemon:
         self._failed: str | None = None
         self._manager: SessionManager | None = None
         self._engine: EngineClient | None = None
+        self._to_tell: list[FrontMessage] = []
         self._pool: PoolHub | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -129,6 +130,9 @@ class Daemon:
         """Serve from now on."""
         self._manager = manager
         self._engine = engine
+        for message in self._to_tell:
+            engine.send(message)
+        self._to_tell.clear()
         self._pool = PoolHub(
             lambda interval_s, with_map, with_leases: manager.watch_pool(
                 interval_s, with_map=with_map, with_leases=with_leases
@@ -167,6 +171,13 @@ class Daemon:
     def engine(self) -> EngineClient | None:
         """The engine's front side, once there is one."""
         return self._engine
+
+    def tell_engine(self, message: FrontMessage) -> None:
+        """Send the engine what holds from now on, once there is one."""
+        if self._engine is not None:
+            self._engine.send(message)
+        else:
+            self._to_tell.append(message)
 
     @property
     def latest_pool_frame(self) -> PoolFrame | None:

@@ -12,6 +12,7 @@ phase meanwhile; on SIGTERM or SIGINT everybody is told, answers in progress may
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from chatd.server.backend import Backend, engine_options, startup_reason
 from chatd.server.daemon import Daemon
 from chatd.server.listen import Server, bind, tls_context_arguments, uvicorn_config
 from chatd.server.logging import configure_logging, get_logger
+from chatd.server.reload import LoadSettings, TenantReload, on_hangup
 from chatd.tenants.keys import KeyStore, local_key
 
 logger = get_logger("chatd.server")
@@ -48,11 +50,12 @@ OnReady = Callable[[Serving], None]
 MakeBackend = Callable[[Daemon, Settings], Backend]
 
 
-def serve(settings: Settings, *, on_ready: OnReady | None = None) -> None:
+def serve(settings: Settings, *, load_settings: LoadSettings | None = None, on_ready: OnReady | None = None) -> None:
     """Serve until the process is asked to stop.
 
     Args:
         settings: All of them.
+        load_settings: Reads them again, on SIGHUP; without it that is left to end the process.
         on_ready: Called once turns are taken; by default it is logged.
 
     Raises:
@@ -61,12 +64,13 @@ def serve(settings: Settings, *, on_ready: OnReady | None = None) -> None:
         StartupError: The model or the engine cannot be had.
     """
     configure_logging(settings.log.level, settings.log.format)
-    asyncio.run(serve_async(settings, on_ready=on_ready))
+    asyncio.run(serve_async(settings, load_settings=load_settings, on_ready=on_ready))
 
 
 async def serve_async(
     settings: Settings,
     *,
+    load_settings: LoadSettings | None = None,
     on_ready: OnReady | None = None,
     on_listening: Callable[[str], None] | None = None,
     make_backend: MakeBackend = Backend,
@@ -77,6 +81,7 @@ async def serve_async(
 
     Args:
         settings: All of them.
+        load_settings: See `serve`.
         on_ready: Called once turns are taken.
         on_listening: Called with the URL once the doors are open.
         make_backend: Makes what serves behind them.
@@ -134,7 +139,11 @@ async def serve_async(
     if stop is not None:
         tasks.append(asyncio.create_task(stop_when_set(stop), name="stop"))
     try:
-        await server.serve(sockets=[listener])
+        with contextlib.ExitStack() as stack:
+            if load_settings is not None and handle_signals:
+                reload = TenantReload(settings.tenants, load_settings, daemon.tell_engine)
+                stack.enter_context(on_hangup(lambda: _spawn_reload(daemon, reload), server.stop))
+            await server.serve(sockets=[listener])
     finally:
         for task in tasks:
             task.cancel()
@@ -145,6 +154,10 @@ async def serve_async(
     logger.info("server.stopped")
     if failure:
         raise failure[0]
+
+
+def _spawn_reload(daemon: Daemon, reload: TenantReload) -> None:
+    daemon.spawn(reload.run(), "reload")
 
 
 def _url_of(listener: socket.socket, *, has_tls: bool) -> str:

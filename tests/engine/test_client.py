@@ -6,13 +6,14 @@ import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from chatd.engine import client as client_module
 from chatd.engine.client import EngineClient, EngineDied, EngineState
-from chatd.engine.messages import Cancel, Loading, Ready, Release, Submit, Tokens, WatchPool
-from chatd.engine.options import EngineOptions
+from chatd.engine.messages import Cancel, Loading, Ready, Release, SetTenant, Submit, Tokens, WatchPool
+from chatd.engine.options import EngineOptions, TenantShare
 from chatd.engine.sampling import SamplingParams
 from chatd.errors import EnvironmentProblem, Unavailable
 
@@ -283,3 +284,19 @@ def test_the_front_imports_no_torch_no_numba_and_no_transformers():
     code = f"import sys, chatd.engine.client; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+async def test_limits_that_changed_are_told_to_each_new_process(monkeypatch):
+    sent = []
+    encode = client_module.encode
+    monkeypatch.setattr(client_module, "encode", lambda message: sent.append(message) or encode(message))
+    async with engine() as (client, inbox):
+        client._options = msgspec.structs.replace(client._options, tenants={"acme": TenantShare(floor=0.4)})
+        first = await client.start()
+        client.send(SetTenant("blue", 1.0, 0.4))
+        client.send(SetTenant("acme", 2.0, 0.1))
+        sent.clear()
+        client.send(Cancel(1))  # The script ends when it is told to cancel.
+        await inbox.wait_for(lambda message: isinstance(message, Ready) and message.num_blocks != first.num_blocks)
+    # A floor that is lowered makes room for one that is raised.
+    assert [m for m in sent if isinstance(m, SetTenant)] == [SetTenant("acme", 2.0, 0.1), SetTenant("blue", 1.0, 0.4)]
