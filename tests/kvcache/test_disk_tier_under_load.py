@@ -48,7 +48,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(OPERATIONS)
 def test_it_holds_what_a_list_of_the_last_used_would_hold(operations):
     with TemporaryDirectory() as folder:
@@ -74,6 +74,7 @@ def test_it_holds_what_a_list_of_the_last_used_would_hold(operations):
                 if number not in held and len(held) == CAPACITY:
                     held.popitem(last=False)
                 held[number] = None
+                held.move_to_end(number)
             elif operation == "read":
                 assert tier.read(digest(number), origin(number), 0)
                 verb, why = result(number)
