@@ -220,7 +220,7 @@ class WaitingRequests:
 
     def key(self, request: Request) -> tuple[float, int]:
         """Return a request's place among its tenant's."""
-        return (request.arrival_s + request.num_remaining_tokens * self.seconds_per_token, request.request_id)
+        return (request.arrival_s + request.num_expected_tokens * self.seconds_per_token, request.request_id)
 
     def remove(self, request: Request) -> None:
         """Take a request out; it is admitted or has ended."""

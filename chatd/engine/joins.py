@@ -142,6 +142,7 @@ class Joins:
         if group is None:
             group = self._groups[leader.request_id] = Group(leader)
         group.add(request, num_shared)
+        request.num_found_tokens = num_shared
         self._group_of[request.request_id] = group
         self._waiting.set_aside(request)
         request.why = WaitReason.JOIN
@@ -212,13 +213,13 @@ class Joins:
         first = group.promote()
         self._waiting.set_class(old, old.request_class)
         self._groups[first.request_id] = group
-        self._put_back(first)
+        self._put_back(first, old)
         self._serve(group)
 
     def _serve(self, group: Group) -> None:
         """Let those go on who have all that they share with the leader."""
         while (joiner := group.pop(group.leader.num_computed_tokens)) is not None:
-            self._put_back(joiner)
+            self._put_back(joiner, group.leader)
         self._inherit(group)
 
     def _let_go(self, leader: Request) -> None:
@@ -226,11 +227,12 @@ class Joins:
         if group is not None:
             for joiner, _ in list(group.joiners.values()):
                 group.remove(joiner)
-                self._put_back(joiner)
+                self._put_back(joiner, leader)
             self._inherit(group)
 
-    def _put_back(self, request: Request) -> None:
+    def _put_back(self, request: Request, leader: Request) -> None:
         del self._group_of[request.request_id]
+        request.num_found_tokens = min(request.num_found_tokens, leader.num_computed_tokens)
         request.why = WaitReason.FAIR_SHARE
         request.retry_at = (-1, -1)
         self._waiting.put_back(request)

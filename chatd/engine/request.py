@@ -67,6 +67,7 @@ class Request:
         arrival_s: When it was submitted.
         admission: Counts admissions; the greatest is the youngest. 0 while it waits for its first.
         safe_until: It is not preempted before so many tokens are computed: what it lost the last time, and one.
+        num_found_tokens: Leading tokens that the cache had for it when that was last seen.
         num_leads_seen: Admissions of its tenant when it was last looked whether one of them computes its prefix.
         num_charged_tokens: Prompt tokens that its tenant has paid for.
         why: Why it waits.
@@ -100,6 +101,7 @@ class Request:
         "num_cached_tokens",
         "num_charged_tokens",
         "num_fetched_blocks",
+        "num_found_tokens",
         "num_leads_seen",
         "num_preemptions",
         "num_prefill_tokens",
@@ -142,6 +144,7 @@ class Request:
         self.num_cached_tokens = 0
         self.num_charged_tokens = 0
         self.num_leads_seen = 0
+        self.num_found_tokens = 0
         self.num_prefill_tokens = 0
         self.num_preemptions = 0
         self.admission = 0
@@ -181,6 +184,11 @@ class Request:
     def num_remaining_tokens(self) -> int:
         """Rows to compute before the next token can be drawn."""
         return len(self.lease.token_ids) - self.lease.table.num_computed_tokens
+
+    @property
+    def num_expected_tokens(self) -> int:
+        """As `num_remaining_tokens`, less what is known to be found in the cache; for its place in the queue."""
+        return len(self.lease.token_ids) - max(self.lease.table.num_computed_tokens, self.num_found_tokens)
 
     @property
     def is_decode(self) -> bool:

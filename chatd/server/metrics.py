@@ -236,6 +236,7 @@ class _Scrape(Collector):
         if stats is not None:
             yield _counter("chatd_num_preemptions", "Requests that lost their blocks.", stats.num_preemptions)
             yield _counter("chatd_num_swapped", "Of those, the ones whose blocks were saved.", stats.num_swapped)
+            yield _counter("chatd_num_joins", "Requests that waited for another one's prefix.", stats.num_joins)
             yield _counter("chatd_engine_steps", "Steps committed.", stats.steps)
             yield _counter("chatd_engine_step_seconds", "Seconds in steps.", stats.step_s)
             yield _counter("chatd_engine_model_seconds", "Of those, in the model.", stats.model_s)

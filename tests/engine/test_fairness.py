@@ -15,7 +15,7 @@ class FakeRequest:
 
     def __init__(self, request_id, tokens=10, arrival_s=0.0, tenant="acme", request_class=INTERACTIVE):
         self.request_id = request_id
-        self.num_remaining_tokens = tokens
+        self.num_expected_tokens = tokens
         self.arrival_s = arrival_s
         self.tenant = tenant
         self.request_class = self.schedule_class = request_class

@@ -298,3 +298,17 @@ def test_the_work_of_joining_is_one_lookup_and_one_comparison(monkeypatch):
     # Once when it joins and once when it goes on; the leader looks its own blocks up when it registers them.
     per_lookup = 2  # "public" first, then its own namespace
     assert len(found) <= per_lookup * (10 * 4 + 1) + per_lookup * (LONG // SIZE) + 2 * per_lookup * (LONG // SIZE)
+
+
+def test_a_joiner_that_has_its_prefix_goes_before_longer_prompts_of_its_tenant():
+    engine = harness(max_num_batched_tokens=128)
+    engine.submit(1, prompt(1024), params=sampling_params(1))
+    engine.step()
+    engine.submit(2, prompt(1024), params=sampling_params(1))
+    engine.step()
+    assert set_aside(engine) == [2]
+    engine.submit(3, prompt(1000, 5), params=sampling_params(1))
+    while 2 not in engine.done:
+        engine.step()
+    assert 3 not in engine.done
+    assert engine.core.scheduler.requests[3].num_computed_tokens < 2 * 128

@@ -53,7 +53,7 @@ async def test_the_names_are_vllms(start) -> None:
         frame = PoolFrame(
             7, 10, 5, 1, 4, 0, 11, 1.0, 1, 2, rows, tiers=[TierPool(Tier.DISK, 100, 12, 20, 5, 1)], num_held=9
         )
-        running.engine.say(frame, EngineStats(100, 5.0, 4.5, 3, 0, 0, 2, move_s=0.25))
+        running.engine.say(frame, EngineStats(100, 5.0, 4.5, 3, 0, 0, 2, 15, move_s=0.25))
         running.manager.on_engine_messages([])
         samples = await scrape(running)
         names = {name for name, _ in samples}
@@ -68,6 +68,7 @@ async def test_the_names_are_vllms(start) -> None:
         assert samples["chatd_generation_tokens_total", other] == 1
         assert samples["chatd_num_preemptions_total", ()] == 3
         assert samples["chatd_num_swapped_total", ()] == 2
+        assert samples["chatd_num_joins_total", ()] == 15
         assert samples["chatd_kv_cache_evictions_total", ()] == 11
         assert samples["chatd_kv_cache_blocks_saved", ()] == 5
         assert samples["chatd_engine_move_seconds_total", ()] == 0.25
