@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import socket
 import statistics
 import subprocess
@@ -25,6 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from chatd.bench.record import write_json
 from chatd.client import Client, Session
 from chatd.local_daemon import LocalDaemon
 from chatd.protocol import OutputTextDelta, Params, ResponseCompleted, ResponseIncomplete
@@ -212,8 +212,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     runs = [run for quantization in options.quantization for run in measure(quantization, options)]
     show(runs)
-    if options.json:
-        options.json.write_text(json.dumps({"bench": "chat", "neighbor": options.neighbor, "runs": runs}, indent=1))
+    write_json(options.json, "chat", {"neighbor": options.neighbor, "runs": runs})
     return 0
 
 
