@@ -65,9 +65,15 @@ def memory_table(figures: Figures) -> str:
 
 def waste_table(figures: Figures) -> str:
     """Return the waste by block size."""
-    heads = ["block size", "slots without a token", "in turn 1 alone"]
+    heads = ["tokens of an answer, mean", "block size", "slots without a token", "in turn 1 alone"]
     rows = [
-        [str(row["block_size"]), f"{row['waste']:.2%}", f"{row['waste_first_turn']:.2%}"] for row in figures["blocks"]
+        [
+            f"{row['mean_output']:.0f}",
+            str(row["block_size"]),
+            f"{row['waste']:.2%}",
+            f"{row['waste_first_turn']:.2%}",
+        ]
+        for row in figures["blocks"]
     ]
     return markdown_table(heads, rows)
 

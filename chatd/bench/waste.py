@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import random
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -135,24 +136,36 @@ def _empty_slots(table: BlockTable, block_size: int) -> int:
     return len(table.block_ids) * block_size - table.num_computed_tokens
 
 
+def cut(lengths: Lengths, most: int) -> Lengths:
+    """Return the same conversations with answers of at most so many tokens."""
+    conversations = [
+        [Turn(turn.num_prompt, min(turn.num_output, most)) for turn in turns] for turns in lengths.conversations
+    ]
+    return Lengths(conversations, lengths.num_shared)
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Hold the conversations at each block size."""
-    lengths = load_lengths(options.lengths)
+    recorded = load_lengths(options.lengths)
     rows = []
-    for size in options.block_size:
-        held = Conversations(lengths, size, step_s=options.step_s, pause_s=options.pause_s, gap_s=options.gap_s)
-        held.run()
-        rows.append(
-            {
-                "block_size": size,
-                "waste": held.slots.waste,
-                "waste_first_turn": held.in_first_turn.waste,
-                "most_sessions": held.most_sessions,
-            }
-        )
+    for lengths in (recorded, cut(recorded, options.cut)):
+        mean_output = statistics.mean(turn.num_output for turns in lengths.conversations for turn in turns)
+        for size in options.block_size:
+            held = Conversations(lengths, size, step_s=options.step_s, pause_s=options.pause_s, gap_s=options.gap_s)
+            held.run()
+            rows.append(
+                {
+                    "block_size": size,
+                    "mean_output": mean_output,
+                    "waste": held.slots.waste,
+                    "waste_first_turn": held.in_first_turn.waste,
+                    "most_sessions": held.most_sessions,
+                }
+            )
     return {
         "goal": GOAL,
-        "conversations": len(lengths.conversations),
+        "cut": options.cut,
+        "conversations": len(recorded.conversations),
         "step_s": options.step_s,
         "pause_s": options.pause_s,
         "gap_s": options.gap_s,
@@ -165,15 +178,17 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m chatd.bench waste", description=__doc__)
     parser.add_argument("--lengths", type=Path, default=LENGTHS, help="what `lengths` has recorded")
     parser.add_argument("--block-size", type=int, nargs="+", default=[16, 32, 64])
+    parser.add_argument("--cut", type=int, default=128, help="once more with answers of at most so many tokens")
     parser.add_argument("--step-s", type=float, default=0.04, help="seconds of a step")
     parser.add_argument("--pause-s", type=float, default=20.0, help="mean seconds before a user's next message")
     parser.add_argument("--gap-s", type=float, default=2.0, help="mean seconds between two conversations' beginnings")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args(arguments)
     figures = measure(options)
-    print(f"{'block size':>12}{'waste':>12}{'in turn 1':>12}   goal < {GOAL:.0%} at 16")
+    print(f"{'answers':>12}{'block size':>12}{'waste':>12}{'in turn 1':>12}   goal < {GOAL:.0%} at 16")
     for row in figures["blocks"]:
-        print(f"{row['block_size']:>12}{row['waste']:>12.2%}{row['waste_first_turn']:>12.2%}")
+        shares = f"{row['waste']:>12.2%}{row['waste_first_turn']:>12.2%}"
+        print(f"{row['mean_output']:>12.0f}{row['block_size']:>12}{shares}")
     write_json(options.json, "waste", figures)
     return 0
 

@@ -43,7 +43,8 @@ def test_what_is_shared_is_allocated_once():
 def test_the_command_writes_a_row_for_each_block_size(tmp_path):
     lengths, out = tmp_path / "lengths.json", tmp_path / "waste.json"
     lengths.write_text(json.dumps({"num_shared": 16, "conversations": [[[30, 20], [10, 9]]] * 3}))
-    assert main(["--lengths", str(lengths), "--json", str(out)]) == 0
+    assert main(["--lengths", str(lengths), "--cut", "8", "--json", str(out)]) == 0
     figures = json.loads(out.read_text())
-    assert [row["block_size"] for row in figures["blocks"]] == [16, 32, 64]
+    assert [row["block_size"] for row in figures["blocks"]] == [16, 32, 64] * 2
+    assert [row["mean_output"] for row in figures["blocks"]] == [14.5] * 3 + [8] * 3
     assert figures["machine"]["num_cpus"] >= 1
