@@ -7,7 +7,7 @@ from typing import Any
 
 import xxhash
 
-from chatd.engine.messages import RequestClass, Retain, SetTenant, Submit, WatchPool
+from chatd.engine.messages import PoolFrame, RequestClass, Retain, SetTenant, Submit, WatchPool
 from chatd.engine.plan import RequestId
 from chatd.engine.sampling import BeamSearch, SamplingParams
 from chatd.kvcache.prefix_index import HashFunction
@@ -23,7 +23,7 @@ SHAPES = (
     Shape(num_blocks=40, tenants=("acme",), floors=(0,), weights=(1.0,), max_num_batched_tokens=8, target_step_s=1.0),
     Shape(host_slots=30, floors=(4, 0, 0), public=0.0),
     Shape(num_blocks=30, max_sessions=16, max_leases=18, host_slots=50, disk_blocks=90, preemption="swap"),
-    Shape(num_blocks=24, block_size=2, max_model_len=40, host_slots=9, disk_blocks=40),
+    Shape(num_blocks=24, block_size=2, max_model_len=40, host_slots=9, disk_blocks=40, disk_queue=3),
 )
 
 
@@ -45,6 +45,7 @@ _WEIGHT_OF = {
     "squeeze": 1,
     "jump": 1,
     "quota": 1,
+    "corrupt": 1,
     "watch": 2,
 }
 VERBS = tuple(_WEIGHT_OF)
@@ -217,6 +218,24 @@ class Simulation(Witness):
         self.send(SetTenant(rng.choice(self.shape.tenants), rng.choice((0.5, 1.0, 3.0)), floor))
         return True
 
+    def _corrupt(self) -> bool:
+        """A counter of the pool is wrong: an idle engine finds it, and goes on from the ids alone."""
+        if self.rng.random() < 0.6:
+            return False
+        core = self.core
+        for job in list(self.jobs.values()):
+            self.cancel(job)
+        core.pool.num_shared += 1
+        before = core.stats().integrity_errors
+        for _ in range(1000):
+            said = core.idle(self.clock.now)
+            self.hear([message for message in said if not isinstance(message, PoolFrame)])
+            if core.is_checked:
+                break
+        assert core.stats().integrity_errors == before + 1, "a broken pool was not found"
+        core.check_invariants()
+        return True
+
     def _watch(self) -> bool:
         self.send(WatchPool(self.rng.choice((0.0, 0.01)), self.rng.random() < 0.5, self.rng.random() < 0.5))
         return True
@@ -265,6 +284,8 @@ class Simulation(Witness):
             keep_lease=keep_lease,
             compute_only=compute_only,
             beam=self._search() if not compute_only and rng.random() < 0.1 else None,
+            # A sample of what may be another prompt, or another tenant's: it goes on as any request.
+            sample_of=rng.choice(list(self.jobs)) if self.jobs and rng.random() < 0.03 else None,
         )
         room = self.shape.max_sessions - len(self.sessions)
         if session.job is job and room > 0 and rng.random() < 0.15:

@@ -116,6 +116,7 @@ class Shape:
     public: float = 0.07
     host_slots: int = 0
     disk_blocks: int = 0
+    disk_queue: int = 256
     preemption: Literal["auto", "swap", "recompute"] = "auto"
 
 
@@ -179,7 +180,7 @@ class Witness:
         self.runner = ProvenanceRunner(
             shape.num_blocks, shape.block_size, VOCAB_SIZE, self._truth, cost, self.clock, shape.host_slots, 1e-5
         )
-        self.disk = FakeDisk(self.runner, shape.disk_blocks) if shape.disk_blocks else None
+        self.disk = FakeDisk(self.runner, shape.disk_blocks, max_queued=shape.disk_queue) if shape.disk_blocks else None
         self.runner.before_write = self._check_write
         self.core = EngineCore(
             self.config,

@@ -17,7 +17,7 @@ from chatd.testing.night import ACTIONS as ACTIONS_A_SEED
 from chatd.testing.night import SESSION_SEEDS, all_session_runs, describe, simulate_all
 from chatd.testing.session_simulation import VERBS, SessionSimulation, simulate_sessions
 
-SEEDS, ACTIONS = 30, 400
+SEEDS, ACTIONS = 21, 400
 
 
 @pytest.fixture(autouse=True)
