@@ -98,6 +98,11 @@ def _check_requests(scheduler: Scheduler, leases: LeaseTable) -> Iterator[int]:
         assert is_running or may_hold or not request.lease.table.block_ids, f"{request} holds blocks"
         has_work = request.num_remaining_tokens >= 1 or request.is_stalled
         assert not is_running or has_work, f"I8: {request} has nothing to compute"
+    for request in scheduler.requests.values():
+        if scheduler.samples.is_waiting(request):
+            assert scheduler.waiting.is_aside(request), f"{request} waits for another one's prompt and is a candidate"
+        if request.is_stalled and request.status is RequestStatus.WAITING:
+            assert scheduler.waiting.is_aside(request), f"{request} waits for other beams and is a candidate"
     for group in scheduler.joins.groups:
         leader = group.leader
         assert leader.request_id in scheduler.requests, f"I13: {leader} has ended and leads"

@@ -53,6 +53,10 @@ class Samples:
             self._others.setdefault(first_id, []).append(request)
             self._first_of[request.request_id] = first_id
 
+    def is_waiting(self, request: Request) -> bool:
+        """Return whether a request waits for the prompt of another one."""
+        return request.request_id in self._first_of
+
     def on_computed(self, first: Request) -> None:
         """Let the samples of a prompt begin that was just computed to its end."""
         for request in self._take_others(first):

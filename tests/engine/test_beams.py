@@ -222,6 +222,17 @@ def test_logits_of_one_beam_that_are_not_finite_fail_the_search(when):
     assert list(engine.core.leases.get(1).token_ids) == PROMPT
 
 
+def test_a_search_of_which_several_beams_fail_at_once_ends_once():
+    engine = EngineHarness()
+    start(engine, max_tokens=20, stop_token_ids=())
+    engine.step(4)
+    engine.runner.not_finite.update(engine.core.scheduler.requests)
+    engine.step()
+    assert engine.done[1].reason is FinishReason.FAILED
+    assert not engine.core.has_work
+    assert len(engine.core.leases) == 1
+
+
 def test_a_step_that_fails_once_changes_nothing():
     engine = EngineHarness()
     params = start(engine)

@@ -229,7 +229,9 @@ def test_samples_go_on_by_themselves_where_the_first_one_loses_its_blocks_before
     engine.step(3)
     lost = [m for m in engine.messages if isinstance(m, Preempted) and m.request == 1]
     assert lost, "the first one kept its blocks"
-    assert not any(engine.core.scheduler.waiting.is_aside(request) for request in engine.core.scheduler.waiting)
+    engine.submit(3, prompt, params=sampling_params(3), sample_of=RequestId(1))
+    for number in (2, 3):
+        assert not engine.core.scheduler.samples.is_waiting(engine.core.scheduler.requests[number])
     engine.run()
     assert engine.outputs[1] == engine.outputs[2]
-    assert len(engine.outputs[1]) == 3
+    assert len(engine.outputs[1]) == len(engine.outputs[3]) == 3
