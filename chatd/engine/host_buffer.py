@@ -18,7 +18,7 @@ class HostBuffer:
             costs what it takes when it is first written.
 
     Attributes:
-        slots: `[num_slots, num_layers, 2, num_kv_heads, block_size * head_dim]`.
+        slots: `[num_slots, num_layers, 2, num_kv_heads, tile]`, as the cache's blocks.
         memory: The same bytes, for the disk tier.
 
     Raises:
@@ -30,8 +30,7 @@ class HostBuffer:
         data = map_memory(num_bytes)
         if is_pinned:
             _pin(data)
-        shape = (num_slots, layout.num_layers, 2, layout.num_kv_heads, layout.block_size * layout.head_dim)
-        self.slots = data.view(layout.dtype).view(shape)
+        self.slots = data.view(layout.storage_dtype).view((num_slots, *layout.block_shape))
         self.memory = data.numpy().data
 
     @property

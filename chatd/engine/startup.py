@@ -207,8 +207,8 @@ def _bind_pool(decoder: Decoder, options: EngineOptions, room: MemoryRoom) -> tu
             param="engine.kv_memory",
             hint="ask for less with --kv-memory",
         ) from error
-    shape = (pool.num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size * layout.head_dim)
-    decoder.bind_kv_cache(KVCache(memory.view(dtype).view(shape), layout))
+    shape = (pool.num_blocks, *layout.block_shape)
+    decoder.bind_kv_cache(KVCache(memory.view(layout.storage_dtype).view(shape), layout))
     return pool, num_slots
 
 

@@ -10,8 +10,9 @@
     from chatd_kernels.swap_blocks import load_blocks, store_blocks    whole blocks to and from the host
     from chatd_kernels.runtime import available_threads, set_num_threads, warm_up
 
-Each operation is a folder: `reference.py` says what it computes, `cpu.py` is the numba kernel and its launcher, and
-`dispatch.py` finds the launcher for a device. Activations are float32. Outputs are the caller's tensors, written whole.
+Each operation is a folder: `reference.py` says what it computes, `cpu.py` is the numba kernel and its launcher,
+`gpu.py` the Triton kernel and its launcher, and `dispatch.py` finds the launcher for a device. Activations are float32,
+on GPUs also float16 and bfloat16. Outputs are the caller's tensors, written whole.
 
 On CPUs every operation gives each row the same bits whatever other rows are in the call and however many threads run.
 """

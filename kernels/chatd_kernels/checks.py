@@ -4,6 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from chatd_kernels.kv_cache import KVCacheLayout
+
+
+def check_key_group(layout: KVCacheLayout, key_group: int) -> None:
+    """Check that a cache's K lies as the kernels of this device read it.
+
+    Raises:
+        ValueError: it is a cache for another kind of device.
+    """
+    if layout.key_group != key_group:
+        raise ValueError(f"the cache groups K by {layout.key_group} positions, the kernels here by {key_group}")
+
 
 def check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
     """Check shape, dtype and contiguity, and return the address.

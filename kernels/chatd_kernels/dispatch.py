@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-BACKENDS = {"cpu": "cpu", "cuda": "cuda"}
+BACKENDS = {"cpu": "cpu", "cuda": "gpu"}
 """Device type -> module of the operation's folder; not every operation has every one."""
 
 

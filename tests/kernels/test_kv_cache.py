@@ -24,6 +24,36 @@ def test_a_slot_holds_what_was_written_and_no_two_overlap(dtype: torch.dtype, bl
             assert bool((key == slot + 1000 * layer).all() & (value == -(slot + 1000 * layer)).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_a_slot_of_codes_holds_what_was_written_to_a_step_and_no_two_overlap(
+    dtype: torch.dtype, block_size: int
+) -> None:
+    cache = allocate_kv_cache(2, 2, 3, block_size, 32, dtype, key_group=1)
+    numbers = torch.randn(2, 2 * block_size, 2, 3, 32) * torch.logspace(-6, 6, 3)[:, None]
+    numbers[:, :, :, 0, 1:] = 0
+    for layer in range(2):
+        for slot in range(2 * block_size):
+            cache.write_slot(slot, layer, *numbers[layer, slot])
+    for layer in range(2):
+        for slot in range(2 * block_size):
+            found, expected = torch.stack(cache.read_slot(slot, layer)), numbers[layer, slot]
+            largest = expected.abs().amax(-1, keepdim=True)
+            # Half a step: of 1/127 of the largest, or of 1/8 of the number, but at least 2^-9 of 448 of the largest.
+            step = largest / 127 if dtype == torch.int8 else torch.maximum(expected.abs() / 8, largest * 2**-9 / 448)
+            assert bool(((found - expected).abs() <= step * 0.501).all())
+
+
+def test_each_layout_lays_the_keys_as_its_kernels_read_them() -> None:
+    for key_group in (1, 16):
+        cache = allocate_kv_cache(1, 1, 1, 32, 16, key_group=key_group)
+        for slot in range(32):
+            cache.write_slot(slot, 0, torch.full((1, 16), slot), torch.zeros(1, 16))
+        keys = cache.data[0, 0, 0, 0].view(32 // key_group, 16, key_group)
+        expected = torch.arange(32.0).half().view(32 // key_group, 1, key_group)
+        assert torch.equal(keys, expected.expand_as(keys))
+
+
 def test_a_block_is_one_contiguous_range() -> None:
     cache = allocate_kv_cache(5, 2, 3, 16, 32)
     assert cache.layout.block_bytes == 2 * 2 * 3 * 16 * 32 * 2
@@ -58,10 +88,13 @@ def test_a_block_outside_the_cache_is_refused_before_any_copy(pair: tuple[int, i
         (48, 64, torch.float16, "block size 48"),
         (16, 40, torch.float16, "head dimension 40"),
         (16, 64, torch.bfloat16, "KV dtype"),
+        (16, 64, torch.int8, "KV dtype"),
     ],
 )
 def test_an_unsupported_layout_is_refused(block_size: int, head_dim: int, dtype: torch.dtype, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         KVCacheLayout(1, 1, block_size, head_dim, dtype)
+    with pytest.raises(ValueError, match="key group 2"):
+        KVCacheLayout(1, 1, 16, 16, torch.float16, 2)
     with pytest.raises(ValueError, match="0 blocks"):
         allocate_kv_cache(0, 1, 1, 16, 16)

@@ -1,13 +1,11 @@
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from chatd_kernels import swap_blocks
-from chatd_kernels.dispatch import launcher
 from chatd_kernels.kv_cache import KVCache, allocate_kv_cache
-from chatd_kernels.swap_blocks import cuda, load_blocks, reference, store_blocks
+from chatd_kernels.swap_blocks import load_blocks, reference, store_blocks
 
 
 def make(num_blocks=12, num_slots=7, dtype=torch.float16):
@@ -103,26 +101,3 @@ def test_neighbors_move_in_one_copy(monkeypatch):
     cache, host = make()
     store_blocks(cache, host, [(9, 0), (3, 1), (4, 2), (5, 3), (6, 5)])
     assert seen == [[(3, 1, 3), (6, 5, 1), (9, 0, 1)]]
-
-
-def test_the_asynchronous_copies_are_those_of_the_reference(monkeypatch):
-    waited = []
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: waited.append(device))
-    )
-    cache, host = make()
-    for name, moves in (("store_blocks", [(3, 1), (4, 2), (9, 0)]), ("load_blocks", [(1, 1), (2, 2), (8, 5)])):
-        expected_cache, expected_host = copies(cache, host)
-        getattr(reference, name)(expected_cache, expected_host, moves)
-        monkeypatch.setattr(swap_blocks, "launcher", lambda _operation, _device, function: getattr(cuda, function))
-        getattr(swap_blocks, name)(cache, host, moves)
-        assert torch.equal(cache.data, expected_cache.data)
-        assert torch.equal(host, expected_host)
-    # The host must have a store's bytes when it returns; a load is in the stream's order anyway.
-    assert waited == [cache.data.device]
-
-
-def test_moves_have_a_launcher_on_gpus_and_what_has_none_says_so():
-    assert launcher("swap_blocks", "cuda", "load_blocks") is cuda.load_blocks
-    with pytest.raises(NotImplementedError, match="copy_blocks has no kernel for device type 'cuda'"):
-        launcher("copy_blocks", "cuda")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from chatd_kernels.checks import check_tensor
-from chatd_kernels.kv_cache import KVCache
+from chatd_kernels.checks import check_key_group, check_tensor
+from chatd_kernels.kv_cache import GROUP, KVCache
 from chatd_kernels.paged_attention.items import attention_items
 from chatd_kernels.paged_attention.schedule import AttentionMetadata
 from chatd_kernels.runtime import float_bits
@@ -29,6 +29,7 @@ def paged_attention(
     num_tokens, num_q_heads = metadata.num_tokens, metadata.num_q_heads
     if layout != metadata.layout:
         raise ValueError(f"metadata was built for {metadata.layout}, the cache is {layout}")
+    check_key_group(layout, GROUP)
     if not 0 <= layer < layout.num_layers:
         raise ValueError(f"layer {layer} is not in the cache of {layout.num_layers} layers")
     if window is not None and window < 1:

@@ -13,7 +13,8 @@ def rms_norm(
     """Write `h / sqrt(mean(h²) + eps) * weight` to `out`, where `h` is `x`, or `residual += x` if there is one.
 
     Args:
-        x: `[num_rows, hidden]` float32; hidden is a multiple of 16.
+        x: `[num_rows, hidden]` float32; hidden is a multiple of 16. On GPUs any hidden size up to 32,768, and each
+            tensor may be float16, bfloat16 or float32.
         weight: `[hidden]` float32.
         eps: added to the mean square.
         out: like `x`; may be `x` itself.

@@ -8,8 +8,9 @@ import torch
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, residual: torch.Tensor | None = None
 ) -> None:
-    """The contract of `chatd_kernels.rms_norm.rms_norm`."""
+    """The contract of `chatd_kernels.rms_norm.rms_norm`, in float32 between the loads and the store."""
     if residual is not None:
-        residual += x
+        residual.copy_(residual.float() + x.float())
         x = residual
-    out.copy_(weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)))
+    x = x.float()
+    out.copy_(weight.float() * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)))

@@ -25,7 +25,9 @@ def rope_kv_write(
     """Norm (if weights are given) and rotate Q and K, write each token's K and V into its slot and Q to `q_out`.
 
     The rotation is transformers' `rotate_half`: dimension i turns with dimension i + rotary/2; dimensions from `rotary`
-    on are left as they are.
+    on are left as they are. On GPUs a token whose slot is -1 (padding) is written nowhere, positions and slots are not
+    checked, and `qkv`, `q_out` and the norms' weights may be float16 or bfloat16; a cache in 8 bits gets codes and
+    scales.
 
     Args:
         qkv: `[num_tokens, (Hq + 2 Hkv) * head_dim]` float32: a token's Q heads, its K heads, its V heads.

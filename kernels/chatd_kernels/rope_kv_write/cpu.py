@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from chatd_kernels.checks import check_tensor
+from chatd_kernels.checks import check_key_group, check_tensor
 from chatd_kernels.jit import jit
-from chatd_kernels.kv_cache import KVCache
+from chatd_kernels.kv_cache import GROUP, KVCache
 from chatd_kernels.rms_norm.cpu import norm_row
 from chatd_kernels.runtime import argument, float_bits, kernel, next_item
 from chatd_kernels.vector import (
@@ -132,6 +132,7 @@ def rope_kv_write(
     max_positions, half = cos.shape
     if head_dim != layout.head_dim or 2 * half > head_dim:
         raise ValueError(f"head dimension {head_dim} does not fit the cache's {layout.head_dim} or rotary {2 * half}")
+    check_key_group(layout, GROUP)
     if not 0 <= layer < layout.num_layers:
         raise ValueError(f"layer {layer} is not in the cache of {layout.num_layers} layers")
     refused = rope_kv_write_tokens.launch(

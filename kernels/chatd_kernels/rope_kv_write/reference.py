@@ -23,19 +23,21 @@ def rope_kv_write(
     """The contract of `chatd_kernels.rope_kv_write.rope_kv_write`."""
     layout = kv_cache.layout
     num_tokens, num_q_heads, head_dim = q_out.shape
-    heads = qkv.view(num_tokens, num_q_heads + 2 * layout.num_kv_heads, head_dim)
+    heads = qkv.float().view(num_tokens, num_q_heads + 2 * layout.num_kv_heads, head_dim)
     q, k, v = torch.split(heads, [num_q_heads, layout.num_kv_heads, layout.num_kv_heads], dim=1)
     q, k = _norm(q, q_norm, eps), _norm(k, k_norm, eps)
     q_out.copy_(_rotate(q, cos[positions], sin[positions]))
     k = _rotate(k, cos[positions], sin[positions])
     for token, slot in enumerate(slot_mapping.tolist()):
+        if slot < 0:
+            continue  # Padding, on GPUs.
         kv_cache.write_slot(slot, layer, k[token], v[token])
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     if weight is None:
         return x
-    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+    return weight.float() * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,8 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Write `silu(gate) * up` to `out` and return it.
 
     Args:
-        gate_up: `[num_rows, 2 * size]` float32, the gate's columns first; size is a multiple of 16.
+        gate_up: `[num_rows, 2 * size]` float32, the gate's columns first; size is a multiple of 16. On GPUs any size,
+            and both tensors may be float16, bfloat16 or float32.
         out: `[num_rows, size]` float32.
     """
     launcher("silu_mul", gate_up.device.type)(gate_up, out)

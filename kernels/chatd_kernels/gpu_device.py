@@ -1,0 +1,58 @@
+"""What the launchers of the GPU's kernels know of a device: the only module that asks a GPU anything by name.
+
+AMD's builds of torch answer to the same names. Under Triton's interpreter tensors lie on the CPU, and the device is one
+that makes every kernel take its general path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What a choice of a kernel depends on.
+
+    Attributes:
+        num_processors: Streaming multiprocessors (compute units).
+        has_fp8: Whether e4m3 converts in one instruction (NVIDIA from sm_89 on).
+        fits_wide_tiles: Whether shared memory holds two stages of wide tiles (160 KiB a block; NVIDIA's sm_80 and
+            sm_90).
+    """
+
+    num_processors: int
+    has_fp8: bool
+    fits_wide_tiles: bool
+
+
+INTERPRETED = DeviceFacts(num_processors=2, has_fp8=False, fits_wide_tiles=False)
+SM_80 = DeviceFacts(num_processors=108, has_fp8=False, fits_wide_tiles=True)
+SM_90 = DeviceFacts(num_processors=132, has_fp8=True, fits_wide_tiles=True)
+
+
+def device_facts(device: torch.device) -> DeviceFacts:
+    """Return the facts of a tensor's device."""
+    if device.type == "cpu":
+        return INTERPRETED
+    return _gpu_facts(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@cache
+def _gpu_facts(index: int) -> DeviceFacts:
+    properties = torch.cuda.get_device_properties(index)
+    is_nvidia = torch.version.hip is None
+    capability = (properties.major, properties.minor)
+    return DeviceFacts(
+        num_processors=properties.multi_processor_count,
+        has_fp8=is_nvidia and capability >= (8, 9),
+        fits_wide_tiles=is_nvidia and (capability == (8, 0) or properties.major in (9, 10)),
+    )
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Wait until the device's current stream has run everything."""
+    if device.type != "cpu":
+        torch.cuda.current_stream(device).synchronize()
