@@ -138,7 +138,7 @@ class Recorder:
         )
         output = self.runner.execute(step)
         self.outputs.append(output)
-        return replace(output, model_s=self.timer(step))
+        return replace(output, model_s=self.timer(step), move_s=0.0)
 
 
 class Script:
