@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from chatd.bench.preemption_copies import crossing_figures
-from chatd.bench.preemption_load import block_episodes, crossing_block_size, serve_load, slot_episodes
+from chatd.bench.preemption_load import block_episodes, serve_load, slot_episodes
 from chatd.bench.real_engine import run_in_engine_process
 from chatd.bench.record import write_json
+from chatd.bench.tables import crossing_block_size
 
 
 def _episodes(options: argparse.Namespace) -> dict[str, Any]:

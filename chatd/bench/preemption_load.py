@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from chatd.bench.preemption_copies import token_bytes_of
@@ -186,10 +185,3 @@ def _state(engine: RealEngine, count: _SlotCount) -> dict[str, float]:
         "move_s": runner.move_s,
         "rows": runner.num_rows,
     }
-
-
-def crossing_block_size(sizes: Sequence[dict[str, Any]], way: str) -> int | None:
-    """Return the least block size from which on copying out and in beats recomputing; None where it never does."""
-    out, back = ("disk_out_s", "disk_in_s") if way == "disk" else ("out_s", "in_s")
-    wins = [row["block_size"] for row in sizes if row[out] + row[back] < row["recompute_s"]]
-    return min(wins, default=None)

@@ -247,6 +247,13 @@ def tui_table(figures: Figures) -> str:
     return markdown_table(heads, rows)
 
 
+def crossing_block_size(sizes: Sequence[Figures], way: str) -> int | None:
+    """Return the least block size from which on copying out and in beats recomputing; None where it never does."""
+    out, back = ("disk_out_s", "disk_in_s") if way == "disk" else ("out_s", "in_s")
+    wins = [row["block_size"] for row in sizes if row[out] + row[back] < row["recompute_s"]]
+    return min(wins, default=None)
+
+
 def preemption_table(figures: Figures) -> str:
     """Return the crossing, the episodes of both kinds, and the load in each mode."""
     crossing = figures["crossing"]
@@ -300,7 +307,12 @@ def preemption_table(figures: Figures) -> str:
     as_rows = crossing["tokens"] * (at_16["out_s"] + at_16["in_s"]) / at_16["recompute_s"] / (crossing["tokens"] / 16)
     crossing_line = (
         f"A block of 16 copied out and in takes as long as computing {as_rows:.2f} tokens: where a victim has lost "
-        "more than that, copies cost less."
+        "more than that, copies cost less. "
+        + " ".join(
+            f"Copies to {place} cost less from blocks of {least} on."
+            for place, way in (("the host", "host"), ("files and back", "disk"))
+            if (least := crossing_block_size(crossing["sizes"], way)) is not None
+        )
     )
     return f"{crossing_table}\n\n{crossing_line}\n\n{episode_table}\n\n{load_table}"
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from chatd.bench.preemption_load import crossing_block_size
+from chatd.bench.tables import crossing_block_size
 
 
 def test_the_crossing_is_the_least_block_size_at_which_copies_win():
