@@ -29,6 +29,7 @@ from chatd.protocol import (
 )
 from chatd.sessions.conversation import Node, log_of
 from chatd.sessions.manager import Owner, Session, SessionLimits
+from chatd.sessions.turn import Turn
 from chatd.testing.sessions import TURN_END, CoreEngine, encode_text, make_manager
 from chatd.testing.transcripts import TranscriptClient
 
@@ -75,9 +76,16 @@ class _OnTheSpot(ThreadPoolExecutor):
 
 
 class Watched:
-    """A session and those who look at it; `always` is never away."""
+    """A session and those who look at it; `always` is never away.
+
+    Attributes:
+        turn: In flight when it was looked at last.
+        path: Its messages when it was last free.
+    """
 
     def __init__(self, session: Session) -> None:
+        self.turn: Turn | None = None
+        self.path: list[str] = []
         self.session = session
         self.always = TranscriptClient(f"{session.id}_always")
         self.clients = [TranscriptClient(f"{session.id}_{number}") for number in range(NUM_CLIENTS)]
@@ -346,6 +354,7 @@ class SessionSimulation:
                     )
                     assert client.last_seq == session.ring.head_seq, f"I17: {client.name} has not seen everything"
             self._check_history(session)
+            self._check_rollback(watched)
             self._check_lease(session)
 
     def _note_refusal(self, error: ChatdError) -> None:
@@ -363,6 +372,16 @@ class SessionSimulation:
             assert node.parent is None or session.conversation.get(node.parent.id) is node.parent, (
                 f"I22: {node.id} hangs on a message that is gone"
             )
+
+    def _check_rollback(self, watched: Watched) -> None:
+        session, before = watched.session, watched.turn
+        path = [node.id for node in session.conversation.path()]
+        if session.turn is None:
+            if before is not None and before.answer is not None and before.answer not in session.conversation:
+                self.counts["rolled back"] += 1
+                assert path == watched.path, f"I22: {session.id} is elsewhere than before the turn that failed"
+            watched.path = path
+        watched.turn = session.turn
 
     def _check_lease(self, session: Session) -> None:
         lease = session.lease

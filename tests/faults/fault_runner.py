@@ -112,7 +112,10 @@ def try_fault(fault: Fault) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="chatd-fault-") as folder:
         root = Path(folder)
         copy_tree(root)
-        apply(fault, root)
+        try:
+            apply(fault, root)
+        except AssertionError as error:
+            return Outcome(str(error), (), 0.0)
         code, failures, errors, output = run_tests(root, fault.tests)
         os.chdir(ROOT)
     seconds = time.monotonic() - started

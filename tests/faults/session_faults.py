@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from seeded_fault import fault
 
+SESSION_SIMULATION = (
+    "tests/sessions/test_session_simulation.py::test_every_client_shows_the_same_transcript_whatever_happens[40]"
+)
+
 SESSION_FAULTS = (
     fault(
         "half a character is sent",
@@ -85,5 +89,21 @@ SESSION_FAULTS = (
         "            session.conversation.remove_from(turn.first_node, turn.previous_head)\n        finally:",
         "            pass\n        finally:",
         "tests/sessions/test_manager.py::test_a_turn_that_fails_leaves_the_session_as_it_was",
+    ),
+    fault(
+        "the engine is told to keep a token past a stop string",
+        "the next turn goes on from ids that the session does not have",
+        "chatd/sessions/turns.py",
+        "self.requests.finish(turn, answer.num_tokens + len(text.ids))",
+        "self.requests.finish(turn, answer.num_tokens + len(text.ids) + 1)",
+        "tests/sessions/test_manager.py::test_a_stop_string_ends_the_answer_where_it_was_completed",
+    ),
+    fault(
+        "a failed turn goes back to another head",
+        "an edit that failed leaves the conversation on a branch that nobody chose",
+        "chatd/sessions/turns.py",
+        "session.conversation.remove_from(turn.first_node, turn.previous_head)",
+        "session.conversation.remove_from(turn.first_node, turn.first_node.parent)",
+        SESSION_SIMULATION,
     ),
 )

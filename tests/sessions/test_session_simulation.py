@@ -37,6 +37,7 @@ def test_every_client_shows_the_same_transcript_whatever_happens(replay_events):
     # A run in which nothing happens proves nothing.
     for verb in VERBS:
         assert counts[f"session {verb}"] > 10, f"{verb} hardly happened: {counts}"
+    assert counts["rolled back"] > 10, f"hardly a turn was rolled back: {counts}"
     for reason in ("stop", "stop_string", "max_output_tokens", "cancelled", "failed"):
         assert counts[f"end {reason}"] > 2, f"hardly an answer ended by {reason}: {counts}"
 
