@@ -136,8 +136,8 @@ TIER_FAULTS = (
         "what is loaded counts one token more",
         "the first token after it is never computed, and swapping loses the tail",
         "chatd/engine/scheduler.py",
-        "        self.kv.commit(draft.allocation, end, request.lease.token_ids)\n",
-        "        self.kv.commit(draft.allocation, end + 1, request.lease.token_ids)\n",
+        "        start = table.num_computed_tokens + len(loads) * self.config.block_size\n",
+        "        start = table.num_computed_tokens + len(loads) * self.config.block_size + bool(loads)\n",
         SIMULATION + "[7-xxh3]",
     ),
 )
