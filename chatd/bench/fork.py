@@ -86,6 +86,7 @@ def copy_figures(model: str) -> dict[str, float]:
     """Return microseconds of copying one block of the model's KV cache, and its size."""
     import torch
 
+    from chatd.config import cache_dir
     from chatd.models.model_config import load_decoder_config
     from chatd.models.registry import resolve
     from chatd_kernels import runtime
@@ -96,6 +97,7 @@ def copy_figures(model: str) -> dict[str, float]:
     num_blocks = 512
     cache = allocate_kv_cache(num_blocks, config.num_layers, config.num_kv_heads, _BLOCK, config.head_dim)
     cache.data.fill_(1)
+    runtime.set_cache_root(cache_dir())
     runtime.warm_up()
     rng = random.Random(0)
     times = []
