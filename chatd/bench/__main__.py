@@ -22,6 +22,7 @@ BENCHMARKS = {
     "samples": "what parallel samples and beams save by sharing",
     "turn": "the work of a turn, counted, by its history",
     "preemption": "swap against recompute, by block size and on a running engine",
+    "tiers": "the next turn of a session, by where its KV is",
     "probe": "whether the time to the first token tells what another tenant has cached",
     "join": "equal prompts at once, beside different ones",
     "neighbor": "what one tenant sees of another that floods",

@@ -32,6 +32,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "prefix": ("prefix",),
     "turn": ("turn",),
     "preemption": ("preemption",),
+    "tiers": ("tiers",),
     "join": ("join",),
     "neighbor": ("neighbor",),
     "pool": ("pool",),

@@ -36,6 +36,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "prefix": tables.prefix_table,
     "turn": tables.turn_table,
     "preemption": tables.preemption_table,
+    "tiers": tables.tiers_table,
     "join": tables.join_table,
     "neighbor": tables.neighbor_table,
     "pool": tables.pool_table,

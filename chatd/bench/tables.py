@@ -317,6 +317,20 @@ def preemption_table(figures: Figures) -> str:
     return f"{crossing_table}\n\n{crossing_line}\n\n{episode_table}\n\n{load_table}"
 
 
+def tiers_table(figures: Figures) -> str:
+    """Return what the next turn of a session takes, by where its KV is."""
+    heads = [
+        f"{figures['history']:,} tokens, the next turn has {figures['message']}",
+        "first token, p50",
+        "rows computed",
+    ]
+    rows = [
+        [tier, f"{figures[tier]['ttft_s'] * 1e3:,.0f} ms", f"{figures[tier]['rows']:,.0f}"]
+        for tier in ("device", "host", "disk", "tokens")
+    ]
+    return markdown_table(heads, rows)
+
+
 def join_table(figures: Figures) -> str:
     """Return what equal prompts at once take, beside different ones."""
     heads = [
