@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
 from chatd.engine.messages import Release
-from chatd.errors import ChatdError
+from chatd.errors import ChatdError, NotFound
 from chatd.protocol import (
     BranchSelect,
     MessageEdit,
@@ -139,6 +139,7 @@ class SessionSimulation:
                 self.counts[f"session {verb}"] += 1
         except ChatdError as error:
             self._note_refusal(error)
+        self.watched = [watched for watched in self.watched if self._is_known(watched.session)]
         self.check()
 
     async def finish(self) -> None:
@@ -356,6 +357,13 @@ class SessionSimulation:
             self._check_history(session)
             self._check_rollback(watched)
             self._check_lease(session)
+
+    def _is_known(self, session: Session) -> bool:
+        """Return whether a session can still be named: of the closed ones the longest unused are forgotten."""
+        try:
+            return self.manager.resolve(session.owner, session.id) is session
+        except NotFound:
+            return False
 
     def _note_refusal(self, error: ChatdError) -> None:
         assert error.error_code in REFUSALS, f"what is well-formed is refused: {error.error_code}: {error}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import xxhash
 
-from chatd.engine.messages import PoolFrame, RequestClass, Retain, SetTenant, Submit, WatchPool
+from chatd.engine.messages import Ping, PoolFrame, RequestClass, Retain, SetTenant, Submit, WatchPool
 from chatd.engine.plan import RequestId
 from chatd.engine.sampling import BeamSearch, SamplingParams
 from chatd.kvcache.prefix_index import HashFunction
@@ -225,6 +225,7 @@ class Simulation(Witness):
         core = self.core
         for job in list(self.jobs.values()):
             self.cancel(job)
+        self.send(Ping(1))  # What was checked before counts no more.
         core.pool.num_shared += 1
         before = core.stats().integrity_errors
         for _ in range(1000):

@@ -78,8 +78,8 @@ SESSION_FAULTS = (
         "a refused turn leaves the session busy",
         "a session that once was refused something never answers again",
         "chatd/sessions/turns.py",
-        "        except BaseException:\n            self._free(turn)\n            raise\n        return turn",
-        "        except BaseException:\n            raise\n        return turn",
+        "            self._uncount(owner, num_samples - 1)\n            self._free(turn)\n",
+        "            self._uncount(owner, num_samples - 1)\n",
         "tests/sessions/test_manager.py::test_whatever_the_encoder_raises_the_session_is_free_again",
     ),
     fault(
