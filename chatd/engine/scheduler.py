@@ -146,8 +146,7 @@ class Scheduler:
     def end_hopeless(self, now: float) -> None:
         """End the requests that wait for more blocks than the floors of others leave, now that those were raised."""
         for request in list(self.waiting):
-            usable = self.kv.pool.usable_blocks(request.tenant) * self.config.block_size
-            if request.num_tokens + 1 > usable and request.status is RequestStatus.WAITING:
+            if request.status is RequestStatus.WAITING and self._can_never_fit(request):
                 self._end(request, FinishReason.KV_EXHAUSTED, now)
 
     # A step.
@@ -365,6 +364,8 @@ class Scheduler:
             return False
         draft = admission.take_first_chunk(request, room, most)
         if draft is None:
+            if request.why is WaitReason.NO_BLOCKS and self._can_never_fit(request):
+                self._end(request, FinishReason.KV_EXHAUSTED, now)
             return False
         if request.admitted_s < 0:
             request.admitted_s = now
@@ -383,6 +384,14 @@ class Scheduler:
         self.joins.begin(request)
         self._note("admit", request, draft.start, draft.num_tokens)
         return True
+
+    def _can_never_fit(self, request: Request) -> bool:
+        """Return whether the floors of others leave too little for what a request has become; nothing of it runs."""
+        members = [request] if request.group is None else request.group.members
+        usable = self.kv.pool.usable_blocks(request.tenant)
+        return self.kv.num_blocks_of(request.num_tokens + 1) > usable and not any(
+            member.request_id in self._drafts for member in members
+        )
 
     def _break_stall(self, now: float, only: Collection[RequestId] | None) -> None:
         """Where nobody could be placed, place the oldest one whatever it costs, or end it for want of blocks."""

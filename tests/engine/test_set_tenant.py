@@ -134,3 +134,19 @@ def test_a_lighter_tenant_with_cached_blocks_comes_up_for_eviction():
     assert taken is not None
     assert pool.account("blue").num_resident == 2
     assert pool.account("acme").num_resident == 4
+
+
+def test_a_request_that_has_outgrown_what_a_new_floor_leaves_ends_while_others_go_on():
+    engine = EngineHarness(engine_config(num_blocks=16, max_model_len=64, max_num_seqs=4))
+    engine.submit(1, prompt(20), tenant="acme", params=sampling_params(40))
+    engine.step(2)
+    engine.send(SetTenant("blue", 1.0, 0.5))
+    number = 100
+    for _ in range(60):
+        # There is always a request of the other tenant, so the machine never comes to a standstill.
+        while engine.core.scheduler.counters.num_requests("blue") < 3:
+            number += 1
+            engine.submit(number, prompt(12, number), tenant="blue", params=sampling_params(6), keep_lease=False)
+        engine.step()
+    assert engine.done[1].reason is FinishReason.KV_EXHAUSTED
+    assert engine.core.scheduler.counters.num_requests("acme") == 0
