@@ -45,12 +45,17 @@ def _steps(scheduler: Scheduler) -> Iterator[int]:
     pool, leases = scheduler.kv.pool, scheduler.leases
     expected = [0] * pool.num_blocks
     num_idle = num_tokens = 0
+    held: dict[str | None, tuple[int, int]] = {}
     for lease in leases:
         _check_lease(scheduler, lease, expected)
         num_idle += lease.state in (LeaseState.IDLE, LeaseState.ATTACHED)
         num_tokens += len(lease.token_ids)
+        number, ids = held.get(lease.tenant, (0, 0))
+        held[lease.tenant] = (number + 1, ids + len(lease.token_ids))
         yield len(lease.table.block_ids) + 4
     assert leases.num_tokens == num_tokens, "the sum of the leases' ids is wrong"
+    for tenant, counted in held.items():
+        assert leases.num_held(tenant) == counted, f"{tenant} has {counted} leases and ids"
     assert num_idle + len(scheduler.requests) == len(leases), "a lease is neither idle nor in use"
     yield from _check_requests(scheduler, leases)
     yield from _check_blocks(pool, expected)

@@ -85,12 +85,29 @@ class Lease:
         self.next_dirty = -1
 
 
+class _Holder:
+    """What the leases of one tenant are together.
+
+    Attributes:
+        num_leases: In any state.
+        num_tokens: Ids of all of them.
+        idle: Those that can be forgotten, the longest idle first.
+    """
+
+    __slots__ = ("idle", "num_leases", "num_tokens")
+
+    def __init__(self) -> None:
+        self.num_leases = self.num_tokens = 0
+        self.idle: OrderedDict[int, Lease] = OrderedDict()
+
+
 class LeaseTable:
     """All leases, and the order in which idle ones give up blocks.
 
     Args:
         manager: Of the tables.
-        max_leases: More than this many, and the longest idle is forgotten.
+        max_leases: More than this many, and one is forgotten: the longest idle of the tenant that has most for its
+            weight, so that nobody's many conversations cost another tenant its few.
         max_tokens: Likewise for the sum of their ids.
 
     Attributes:
@@ -112,7 +129,7 @@ class LeaseTable:
         self._reclaimable: dict[LeaseState, dict[str | None, OrderedDict[int, Lease]]] = {
             state: {} for state in _RECLAIMABLE
         }
-        self._idle: OrderedDict[int, Lease] = OrderedDict()
+        self._holders: dict[str | None, _Holder] = {}
         # Ids whose sessions somebody looks at, open or not; the longest known first.
         self._attached: dict[int, None] = {}
         self.shrunk: dict[int, Lease] = {}
@@ -132,12 +149,18 @@ class LeaseTable:
         """Return a lease, or None."""
         return self._leases.get(lease_id)
 
+    def num_held(self, tenant: str | None) -> tuple[int, int]:
+        """Return how many leases a tenant has, and how many ids they have together."""
+        holder = self._holders.get(tenant)
+        return (0, 0) if holder is None else (holder.num_leases, holder.num_tokens)
+
     def open(self, lease_id: int, tenant: str | None) -> Lease | None:
         """Open an empty lease; its state is `ACTIVE`. None where no idle lease can be forgotten for it."""
         assert lease_id not in self._leases, f"lease {lease_id} is open already"
-        if len(self._leases) >= self._max_leases and not self._forget_one():
+        if len(self._leases) >= self._max_leases and not self._forget_one(lambda holder: holder.num_leases):
             return None
         lease = Lease(lease_id, tenant, self._manager.open_table(tenant))
+        self._holders.setdefault(tenant, _Holder()).num_leases += 1
         lease.attached = lease_id in self._attached
         self._leases[lease_id] = lease
         return lease
@@ -167,7 +190,7 @@ class LeaseTable:
 
     def become(self, lease: Lease, source: Lease) -> None:
         """Make a lease a fork of the whole of another one: the same ids, and its blocks, shared."""
-        self.num_tokens += len(source.token_ids) - len(lease.token_ids)
+        self._count_tokens(lease, len(source.token_ids) - len(lease.token_ids))
         lease.token_ids = source.token_ids[:]
         lease.chain, lease.digests = source.chain[:], source.digests[:]
         self.share(lease, source, len(source.token_ids))
@@ -178,7 +201,11 @@ class LeaseTable:
             return
         self.set_state(lease, LeaseState.ACTIVE)
         self._manager.free(lease.table)
-        self.num_tokens -= len(lease.token_ids)
+        self._count_tokens(lease, -len(lease.token_ids))
+        holder = self._holders[lease.tenant]
+        holder.num_leases -= 1
+        if not holder.num_leases:
+            del self._holders[lease.tenant]
         self.shrunk.pop(lease.lease_id, None)
         self.used.pop(lease.lease_id, None)
         self.dirty.pop(lease.lease_id, None)
@@ -192,21 +219,21 @@ class LeaseTable:
         """
         added = array(ID_TYPECODE, token_ids)
         lease.token_ids += added
-        self.num_tokens += len(added)
-        while self.num_tokens > self._max_tokens and self._forget_one(keep=lease):
+        self._count_tokens(lease, len(added))
+        while self.num_tokens > self._max_tokens and self._forget_one(lambda holder: holder.num_tokens, keep=lease):
             pass
 
     def append(self, lease: Lease, token_id: int) -> None:
         """Append one id that was just drawn."""
         lease.token_ids.append(token_id)
-        self.num_tokens += 1
+        self._count_tokens(lease, 1)
 
     def trim(self, lease: Lease, num_tokens: int) -> None:
         """Cut ids and blocks to a length; one that the lease does not reach changes nothing."""
         removed = len(lease.token_ids) - num_tokens
         if removed > 0:
             del lease.token_ids[num_tokens:]
-            self.num_tokens -= removed
+            self._count_tokens(lease, -removed)
             num_full = num_tokens // self._manager.block_size
             del lease.chain[num_full:]
             del lease.digests[num_full:]
@@ -227,7 +254,7 @@ class LeaseTable:
             holders = self._reclaimable[lease.state].get(lease.tenant)
             if holders is not None:
                 holders.pop(lease.lease_id, None)
-            self._idle.pop(lease.lease_id, None)
+            self._holders[lease.tenant].idle.pop(lease.lease_id, None)
         lease.state = state
         if state is not LeaseState.ACTIVE:
             self.num_offered += is_offer
@@ -235,7 +262,7 @@ class LeaseTable:
             if lease.table.block_ids:
                 self._reclaimable[state].setdefault(lease.tenant, OrderedDict())[lease.lease_id] = lease
             if state is not LeaseState.QUEUED:
-                self._idle[lease.lease_id] = lease
+                self._holders[lease.tenant].idle[lease.lease_id] = lease
 
     def set_idle(self, lease: Lease) -> None:
         """End a turn: the lease keeps its blocks until somebody needs them more."""
@@ -382,12 +409,21 @@ class LeaseTable:
         self.shrunk[lease.lease_id] = lease
         return True
 
-    def _forget_one(self, keep: Lease | None = None) -> bool:
-        for lease in self._idle.values():
-            if lease is not keep:
-                forgotten = lease
-                break
-        else:
+    def _count_tokens(self, lease: Lease, added: int) -> None:
+        self.num_tokens += added
+        self._holders[lease.tenant].num_tokens += added
+
+    def _forget_one(self, size_of: Callable[[_Holder], int], keep: Lease | None = None) -> bool:
+        """Forget the longest idle lease of the tenant with most by this measure for its weight; public ones go last."""
+        greatest: tuple[bool, float] = (False, -1.0)
+        forgotten: Lease | None = None
+        for tenant, holder in self._holders.items():
+            size = (tenant is not None, size_of(holder) / self._pool.account(tenant).weight)
+            if size > greatest:
+                oldest = next((lease for lease in holder.idle.values() if lease is not keep), None)
+                if oldest is not None:
+                    greatest, forgotten = size, oldest
+        if forgotten is None:
             return False
         self.close(forgotten)
         self.shrunk[forgotten.lease_id] = forgotten

@@ -187,6 +187,42 @@ def test_too_many_ids_forget_the_longest_idle_lease_but_never_the_growing_one():
     assert t.table.num_tokens == 25
 
 
+def test_many_leases_of_one_tenant_cost_another_one_none():
+    t = Leases(16, max_leases=4)
+    t.idle(1, 5, "blue")
+    for lease_id in range(2, 9):
+        t.idle(lease_id, 5)
+    assert [lease.lease_id for lease in t.table] == [1, 6, 7, 8]
+    t.idle(9, 5, "blue")
+    assert [lease.lease_id for lease in t.table] == [1, 7, 8, 9]
+
+
+def test_a_tenant_may_have_as_many_leases_as_its_weight_says():
+    t = Leases(16, max_leases=4, acme=(3.0, 0), blue=(1.0, 0))
+    for lease_id in range(1, 4):
+        t.idle(lease_id, 5)
+    for lease_id in range(4, 9):
+        t.idle(lease_id, 5, "blue")
+    assert [lease.lease_id for lease in t.table] == [2, 3, 7, 8]
+
+
+def test_many_ids_of_one_tenant_cost_another_one_none():
+    t = Leases(32, max_tokens=40)
+    t.idle(1, 12, "blue")
+    for lease_id in range(2, 12):
+        t.idle(lease_id, 5)
+    assert t.table.get(1) is not None
+    assert t.table.num_held("acme") == (5, 25)
+
+
+def test_a_public_lease_is_forgotten_last():
+    t = Leases(16, max_leases=2)
+    t.idle(1, 5, None)
+    for lease_id in range(2, 5):
+        t.idle(lease_id, 5)
+    assert [lease.lease_id for lease in t.table] == [1, 4]
+
+
 def test_no_lease_opens_while_all_are_in_use():
     t = Leases(16, max_leases=1)
     lease = t.table.open(1, "acme")
