@@ -14,6 +14,7 @@ order of their first appearance (`token_mask`). Knows files and records; `record
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import queue
@@ -164,7 +165,8 @@ class LogWriter:
     """Writes a log on a thread of its own; a step pays for encoding its record and no more.
 
     A file of this name is kept as `NAME.1`, since an engine that died and was started again would write over what
-    explains its death. Where the limit is reached or the disk refuses, the log ends with one warning.
+    explains its death; what is no file, such as a directory or a device, stays where it is. Where the limit is reached
+    or the disk refuses, the log ends with one warning.
 
     Args:
         path: Readable by its owner alone.
@@ -180,6 +182,8 @@ class LogWriter:
         self._limit_bytes = limit_bytes
         try:
             if path.exists():
+                if not path.is_file():
+                    raise OSError(errno.EEXIST, "something else than a file has this name")
                 path.replace(path.with_name(f"{path.name}.1"))
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:

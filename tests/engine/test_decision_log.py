@@ -72,6 +72,13 @@ def test_the_log_before_is_kept(tmp_path: Path) -> None:
     assert read(tmp_path / "log.1")[0] == CALLS
 
 
+def test_what_is_no_file_stays_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(EnvironmentProblem, match=r"logs cannot be written: something else than a file has this name"):
+        write(tmp_path / "logs")
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+
+
 def test_a_place_that_cannot_be_written_is_refused_by_the_settings_name(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match=r"none/log cannot be written: .* \(engine\.decision_log\)"):
         write(tmp_path / "none" / "log")
