@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 import chatd
 from chatd.config import (
@@ -161,9 +161,9 @@ def serve(
 @app.command(rich_help_panel=SERVING)
 def replay(
     log: Annotated[Path, typer.Argument(help="File that a daemon wrote (engine.decision_log).")],
-    explain: Annotated[int | None, typer.Option(help="Tell the life of the request with this number.")] = None,
-    first: Annotated[int, typer.Option("--from", help="Count and tell from this step on.")] = 0,
-    last: Annotated[int | None, typer.Option("--to", help="Stop after this step.")] = None,
+    explain: Annotated[int | None, typer.Option(min=0, help="Tell the life of the request with this number.")] = None,
+    first: Annotated[int, typer.Option("--from", min=0, help="Count and tell from this step on.")] = 0,
+    last: Annotated[int | None, typer.Option("--to", min=0, help="Stop after this step.")] = None,
 ) -> None:
     """Make the engine's decisions again without its model, and compare each with the log."""
     try:
@@ -287,7 +287,8 @@ def config_show(
     if as_json:
         print(json.dumps({name: {"value": value, "source": source} for name, value, source in rows}, indent=2))
         return
-    table = Table("setting", "value", "from")
+    # A path that is cut off says nothing, where there is no terminal to widen.
+    table = Table("setting", Column("value", overflow="fold"), Column("from", overflow="fold"))
     for name, value, source in rows:
         table.add_row(name, _escaped(json.dumps(value)), _escaped(source), style="" if source != "default" else "dim")
     output.print(table)

@@ -205,7 +205,7 @@ def test_replay_tells_what_was_decided_and_exits_with_1_where_it_differs(tmp_pat
     harness.core.close()
     done = chatd("replay", str(path), home=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "acme: 1 requests, ended: 1 max_output_tokens" in done.stdout
+    assert "acme: 1 request, ended: 1 max_output_tokens" in done.stdout
     explained = chatd("replay", str(path), "--explain", "7", home=tmp_path).stdout
     assert "submitted for acme as interactive: 3 tokens after 0 of lease 7" in explained
 

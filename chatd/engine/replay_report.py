@@ -108,7 +108,7 @@ class Tally:
             ended = ", ".join(f"{count} {reason}" for reason, count in sorted(tally.ended.items())) or "none"
             hit_rate = f"{tally.cached_tokens / tally.prompt_tokens:.1%}" if tally.prompt_tokens else "–"
             lines += [
-                f"{name}: {tally.submitted} requests, ended: {ended}",
+                f"{name}: {tally.submitted} {'request' if tally.submitted == 1 else 'requests'}, ended: {ended}",
                 f"  {tally.prompt_tokens} prompt tokens, hit rate {hit_rate}; {tally.output_tokens} output tokens;"
                 f" {tally.preemptions} preemptions",
             ]
@@ -175,6 +175,7 @@ class Life:
         self._request = request
         self._first_step = first_step
         self._began: float | None = None
+        self._last_request = RequestId(0)
         self._now = 0.0
         self._step = 0
         self._lines: list[str] = []
@@ -186,8 +187,10 @@ class Life:
         """Note what a call means for the request."""
         self._began = call.now if self._began is None else self._began
         self._now, self._step = call.now - self._began, core.scheduler.step
-        if isinstance(call.message, Submit) and call.message.request == self._request:
-            self._see_submit(call.message)
+        if isinstance(call.message, Submit):
+            self._last_request = max(self._last_request, call.message.request)
+            if call.message.request == self._request:
+                self._see_submit(call.message)
         for decision in call.decisions:
             self._see_decision(decision.verb, decision.request_id, decision.detail)
         for run in call.runs:
@@ -205,7 +208,7 @@ class Life:
     def lines(self) -> list[str]:
         """Return the life as text, one line for each thing that happened."""
         if self._began is None or not self._lines:
-            return [f"request {self._request} does not appear"]
+            return [f"request {self._request} does not appear; the last one is {self._last_request}"]
         self._end_wait()
         self._end_decode()
         return self._lines
@@ -232,7 +235,11 @@ class Life:
         if verb == "admit":
             self._say(f"admitted with {int(detail[0])} tokens computed already; its first chunk has {int(detail[1])}")
         elif verb == "preempt":
-            self._say(f"preempted for request {int(detail[1])}: its {int(detail[0])} computed tokens are given up")
+            computed, winner, num_saved = map(int, detail)
+            fate = f"{num_saved} full blocks of them are kept below the pool" if num_saved else "they are given up"
+            self._say(f"preempted for request {winner}: it had {computed} computed tokens, and {fate}")
+        elif verb == "load":
+            self._say(f"loads {int(detail[1])} blocks from below the pool, up to token {int(detail[0])}")
         else:
             self._say(" ".join([verb, *(f"{number:g}" for number in detail)]))
 
@@ -278,8 +285,7 @@ class Life:
         if self._wait is not None and self._wait.why is not why:
             self._end_wait()
         if self._wait is None:
-            self._wait = _Wait(why, place)
-        self._wait.num_steps += 1
+            self._wait = _Wait(why, place, self._now)
         self._wait.last_place = place
 
     def _end_wait(self) -> None:
@@ -288,12 +294,13 @@ class Life:
             places = f"place {wait.first_place}"
             if wait.last_place != wait.first_place:
                 places += f", then {wait.last_place}"
-            self._say(f"waited {wait.num_steps} steps for {wait.why.value}, in {places} of its tenant's queue")
+            waited_s = self._now - wait.since_s
+            self._say(f"waited {waited_s:.3f} s for {wait.why.value}, in {places} of its tenant's queue")
 
 
 @dataclass(slots=True)
 class _Wait:
     why: WaitReason
     first_place: int
-    num_steps: int = 0
+    since_s: float
     last_place: int = 0

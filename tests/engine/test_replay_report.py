@@ -111,10 +111,33 @@ def test_a_life_is_told_from_submission_to_end(crowded: Kept) -> None:
     assert preempted
     for request in preempted:
         text = "\n".join(told[request])
-        assert "steps for no_blocks, in place" in text
+        assert " s for no_blocks, in place" in text
+        assert "computed tokens, and they are given up" in text
         winner = text.partition("preempted for request ")[2].partition(":")[0]
         if winner != str(request):
             assert f"request {request} is preempted for it" in "\n".join(told[int(winner)])
     assert "started: 4 of 17 prompt tokens were cached" in "\n".join(told[4])
     assert "ended as cancelled" in told[4][-1]
-    assert told[99] == ["request 99 does not appear"]
+    assert told[99] == ["request 99 does not appear; the last one is 4"]
+
+
+def test_a_life_tells_what_was_saved_below_the_pool_and_loaded_again() -> None:
+    kept = Kept()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "EngineCore", functools.partial(RecordingCore, make_writer=kept.open))
+        config = engine_config(num_blocks=12, max_model_len=40, host_slots=12, preemption="swap", digest_key=b"k" * 32)
+        run = EngineHarness(config=config)
+    for request, tenant in ((1, "acme"), (2, "blue")):
+        run.submit(request, [request] * 17, tenant=tenant, params=sampling_params(20))
+    for _ in range(400):
+        if not run.core.has_work:
+            break
+        run.step()
+        run.clock.advance(0.25)
+    assert run.core.scheduler.num_preemptions > 0
+    lives = [Life(RequestId(request)) for request in (1, 2)]
+    replayed(kept, *lives)
+    told = "\n".join(line for life in lives for line in life.lines())
+    assert "full blocks of them are kept below the pool" in told
+    assert "s for swap_in, in place 1 of its tenant's queue" in told
+    assert "blocks from below the pool, up to token" in told
