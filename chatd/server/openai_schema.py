@@ -183,6 +183,8 @@ def beam_search_of(request: ChatRequest) -> BeamSearch | None:
             raise InvalidRequest(
                 f"{name} is not supported with use_beam_search", code="unsupported_parameter", param=name
             )
+    if request.beam_width not in (None, width):
+        raise InvalidRequest(f"beam_width is {request.beam_width}, best_of is {width}", param="beam_width")
     width = request.num_choices if width is None else width
     if request.num_choices > width:
         raise InvalidRequest(f"n is {request.num_choices}, the beam width is {width}", param="n")

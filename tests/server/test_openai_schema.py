@@ -194,6 +194,7 @@ def test_a_search_is_asked_for_by_the_names_of_vllm() -> None:
         ({"n": 4, "best_of": 2}, "n"),
         ({"best_of": 11}, "best_of"),
         ({"beam_width": 0}, "beam_width"),
+        ({"beam_width": 3, "best_of": 4}, "beam_width"),
     ],
 )
 def test_what_a_search_cannot_do_is_refused_by_name(fields, param) -> None:
