@@ -96,7 +96,7 @@ def build_engine(options: EngineOptions, clock: Callable[[], float], report: Rep
     )
     notes = list(model.notes)
     if config.max_model_len < pool.max_model_len:
-        notes.insert(0, f"contexts are cut to {config.max_model_len:,} tokens, which is what the tenants' floors leave")
+        notes.append(f"the tenants' floors leave contexts of {config.max_model_len:,} tokens")
     ready = Ready(
         num_blocks=pool.num_blocks,
         block_size=options.block_size,
