@@ -35,6 +35,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "tiers": ("tiers",),
     "join": ("join",),
     "neighbor": ("neighbor",),
+    "probe": ("probe",),
     "pool": ("pool",),
     "kernels": ("kernels",),
     "front": ("front",),

@@ -20,6 +20,7 @@ from typing import Any
 
 from chatd.bench.real_engine import RealEngine, run_in_engine_process
 from chatd.bench.record import write_json
+from chatd.bench.tables import probe_table
 
 GOAL = 0.05
 """How far from 0.5 the AUC of a foreign tenant's probes may be."""
@@ -115,22 +116,6 @@ def main(arguments: Sequence[str]) -> int:
     settings = {name: getattr(options, name) for name in ("model", "quantization", "tokens", "seed")}
     write_json(options.json, "probe", settings | figures)
     return 0
-
-
-def probe_table(figures: dict[str, Any]) -> str:
-    """Return the figures as a Markdown table."""
-    lines = [
-        "| who probes | probes | TTFT p50, computed by the victim | TTFT p50, by nobody | tokens found | AUC |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, who in (("foreign", "another tenant"), ("same", "the same tenant")):
-        row = figures[name]
-        lines.append(
-            f"| {who} | {row['probes']} + {row['probes']} | {row['ttft_cached_p50_s'] * 1e3:.1f} ms |"
-            f" {row['ttft_uncached_p50_s'] * 1e3:.1f} ms | {row['cached_tokens']:,} |"
-            f" **{row['auc']:.3f}** ± {2 * row['spread']:.3f} |"
-        )
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "tiers": tables.tiers_table,
     "join": tables.join_table,
     "neighbor": tables.neighbor_table,
+    "probe": tables.probe_table,
     "pool": tables.pool_table,
     "kernels": tables.kernels_table,
     "front": tables.front_table,

@@ -369,5 +369,22 @@ def neighbor_table(figures: Figures) -> str:
     return markdown_table(heads, rows)
 
 
+def probe_table(figures: Figures) -> str:
+    """Return what a prober's times to the first token tell of what another one has computed."""
+    heads = ["who probes", "probes", "TTFT p50, computed by the other", "TTFT p50, by nobody", "tokens found", "AUC"]
+    rows = [
+        [
+            who,
+            f"{row['probes']} + {row['probes']}",
+            f"{row['ttft_cached_p50_s'] * 1e3:.1f} ms",
+            f"{row['ttft_uncached_p50_s'] * 1e3:.1f} ms",
+            f"{row['cached_tokens']:,}",
+            f"**{row['auc']:.3f}** ± {2 * row['spread']:.3f}",
+        ]
+        for who, row in (("another tenant", figures["foreign"]), ("the same tenant", figures["same"]))
+    ]
+    return markdown_table(heads, rows)
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from chatd.bench.probe import Prober, auc, probe_table, spread
+from chatd.bench.probe import Prober, auc, spread
+from chatd.bench.tables import probe_table
 from chatd.testing.engine import EngineHarness, engine_config, sampling_params
 
 
