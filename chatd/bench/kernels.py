@@ -30,7 +30,8 @@ from chatd_kernels import runtime
 from chatd_kernels.copy_blocks import copy_blocks
 from chatd_kernels.kv_cache import KVCache, allocate_kv_cache
 from chatd_kernels.linear import WeightFormat, linear, pack_linear
-from chatd_kernels.paged_attention import AttentionMetadata, build_metadata, paged_attention
+from chatd_kernels.paged_attention import build_metadata, paged_attention
+from chatd_kernels.paged_attention.schedule import AttentionMetadata
 from chatd_kernels.rms_norm import rms_norm
 from chatd_kernels.rope_kv_write import rope_kv_write
 from chatd_kernels.silu_mul import silu_mul

@@ -13,7 +13,7 @@ from chatd_kernels.rope_kv_write import rope_kv_write
 if TYPE_CHECKING:
     from chatd.models.quantization import PackedLinear
     from chatd_kernels.kv_cache import KVCache
-    from chatd_kernels.paged_attention import AttentionMetadata
+    from chatd_kernels.paged_attention import Metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class ForwardInput:
     token_ids: torch.Tensor
     positions: torch.Tensor
     slot_mapping: torch.Tensor
-    attention: AttentionMetadata
+    attention: Metadata
     logits_rows: torch.Tensor
 
 

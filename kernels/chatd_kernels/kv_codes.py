@@ -21,6 +21,29 @@ def code_format(dtype: torch.dtype, facts: DeviceFacts) -> str:
 
 
 @triton.jit
+def decode(b_codes, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
+    """Bytes as numbers of `DTYPE` that count `factor_of(FORMAT)`, exactly.
+
+    "fp8" moves e4m3's fields into those of float16, which is the number times 2^-8, subnormal ones too. Its factor is
+    left to the scales: they are fewer.
+    """
+    b_numbers = b_codes.to(tl.int8, bitcast=True)
+    if FORMAT == "int8":
+        # No device converts to bfloat16 at once.
+        return b_numbers.to(tl.float32).to(DTYPE) if tl.bfloat16 == DTYPE else b_numbers.to(DTYPE)
+    if FORMAT == "fp8_native":
+        return b_numbers.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    # The sign fills the upper half: one of its copies comes to lie where the sign is, another is cleared.
+    return ((b_numbers.to(tl.int16) << 7) & -0x4001).to(tl.float16, bitcast=True).to(DTYPE)
+
+
+@triton.jit
+def factor_of(FORMAT: tl.constexpr):
+    """What a number of `decode` counts."""
+    return 256.0 if FORMAT == "fp8" else 1.0
+
+
+@triton.jit
 def encode(b_x, FORMAT: tl.constexpr):
     """Float32 numbers within the largest code as bytes, rounded to nearest, ties to even."""
     if FORMAT == "int8":

@@ -16,17 +16,17 @@ MODEL_FAULTS = (
     fault(
         "a row does not see its own token",
         "attention's causal limit is off by one at every chunk boundary",
-        "kernels/chatd_kernels/paged_attention/schedule.py",
-        "np.arange(1, num_tokens + 1) - bounds[sequence_of]",
-        "np.arange(1, num_tokens + 1) - bounds[sequence_of] - (np.arange(num_tokens) > bounds[sequence_of])",
+        "kernels/chatd_kernels/paged_attention/batch.py",
+        "np.arange(1, int(bounds[-1]) + 1) - bounds[sequence_of]",
+        "np.arange(1, int(bounds[-1]) + 1) - bounds[sequence_of] - (np.arange(int(bounds[-1])) > bounds[sequence_of])",
         "tests/engine/test_input_batch.py::test_rows_of_prefills_and_decodes_lie_in_the_order_of_the_plan",
     ),
     fault(
         "attention reads one slot past the length",
         "an answer depends on what a block held before",
-        "kernels/chatd_kernels/paged_attention/schedule.py",
-        "np.arange(1, num_tokens + 1) - bounds[sequence_of]",
-        "np.arange(2, num_tokens + 2) - bounds[sequence_of]",
+        "kernels/chatd_kernels/paged_attention/batch.py",
+        "np.arange(1, int(bounds[-1]) + 1) - bounds[sequence_of]",
+        "np.arange(2, int(bounds[-1]) + 2) - bounds[sequence_of]",
         "tests/kernels/test_paged_attention.py::test_one_row_at_the_edges_of_blocks_and_segments_matches_torch",
     ),
     fault(

@@ -14,6 +14,7 @@ FOLDER = Path(chatd_kernels.__file__).parent
 # Operation -> functions of its launchers' modules.
 FUNCTIONS = {
     "copy_blocks": ["copy_blocks"],
+    "paged_attention": ["paged_attention", "build_metadata"],
     "rms_norm": ["rms_norm"],
     "rope_kv_write": ["rope_kv_write"],
     "silu_mul": ["silu_mul", "gelu_tanh_mul"],

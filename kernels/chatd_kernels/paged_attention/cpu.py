@@ -7,8 +7,10 @@ import torch
 from chatd_kernels.checks import check_key_group, check_tensor
 from chatd_kernels.kv_cache import GROUP, KVCache
 from chatd_kernels.paged_attention.items import attention_items
-from chatd_kernels.paged_attention.schedule import AttentionMetadata
+from chatd_kernels.paged_attention.schedule import AttentionMetadata, build_metadata
 from chatd_kernels.runtime import float_bits
+
+__all__ = ["build_metadata", "paged_attention"]
 
 _LOG2_E = 1.4426950408889634
 # Below this many (row, position) pairs a parallel region costs more than it saves.
@@ -23,8 +25,9 @@ def paged_attention(
     out: torch.Tensor,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> None:
-    """The contract of `chatd_kernels.paged_attention.paged_attention`."""
+    """The contract of `chatd_kernels.paged_attention.paged_attention`; no scores are capped here."""
     layout = kv_cache.layout
     num_tokens, num_q_heads = metadata.num_tokens, metadata.num_q_heads
     if layout != metadata.layout:
@@ -32,6 +35,8 @@ def paged_attention(
     check_key_group(layout, GROUP)
     if not 0 <= layer < layout.num_layers:
         raise ValueError(f"layer {layer} is not in the cache of {layout.num_layers} layers")
+    if soft_cap is not None:
+        raise ValueError(f"soft cap {soft_cap}: scores are capped on GPUs only")
     if window is not None and window < 1:
         raise ValueError(f"window {window} is below 1")
     if metadata.max_block >= kv_cache.num_blocks:

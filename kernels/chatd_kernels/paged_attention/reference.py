@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from chatd_kernels.kv_cache import KVCache
-from chatd_kernels.paged_attention.schedule import AttentionMetadata
+from chatd_kernels.paged_attention.batch import Batch
+
+if TYPE_CHECKING:
+    from chatd_kernels.paged_attention.schedule import AttentionMetadata
 
 
 def paged_attention(
     q: torch.Tensor,
     kv_cache: KVCache,
     layer: int,
-    metadata: AttentionMetadata,
+    metadata: AttentionMetadata | Batch,
     out: torch.Tensor,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> None:
     """The contract of `chatd_kernels.paged_attention.paged_attention`."""
     layout = kv_cache.layout
@@ -30,4 +36,6 @@ def paged_attention(
         keys = torch.stack([k for k, _ in pairs], dim=1).double().repeat_interleave(group, dim=0)
         values = torch.stack([v for _, v in pairs], dim=1).double().repeat_interleave(group, dim=0)
         scores = torch.einsum("hd,hpd->hp", q[token].double(), keys) * scale
-        out[token] = torch.einsum("hp,hpd->hd", scores.softmax(-1), values).reshape(-1).float()
+        if soft_cap is not None:
+            scores = soft_cap * (scores / soft_cap).tanh()
+        out[token] = torch.einsum("hp,hpd->hd", scores.softmax(-1), values).reshape(-1)

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from chatd_kernels.kv_cache import KVCacheLayout
+from chatd_kernels.paged_attention.batch import BlockTables, Int32Array, Int64Array, check_batch
 from chatd_kernels.paged_attention.microkernels import SEGMENT
 from chatd_kernels.paged_attention.work_list import (
     ITEM_FIELDS,
@@ -32,8 +34,6 @@ MAX_TILE_ROWS = 128
 """Rows of a tile: their scores of one segment (128 KiB) stay in the L2 cache."""
 
 _WIDE_ROWS = 24
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,41 +80,21 @@ def workspace_bytes(rows: int, head_dim: int) -> int:
 def build_metadata(
     cu_seqlens: Sequence[int] | npt.NDArray[np.integer],
     num_computed: Sequence[int] | npt.NDArray[np.integer],
-    block_tables: Sequence[npt.NDArray[np.integer] | Sequence[int]] | npt.NDArray[np.integer],
+    block_tables: BlockTables,
     *,
     layout: KVCacheLayout,
     num_q_heads: int,
+    device: torch.device | None = None,
 ) -> AttentionMetadata:
-    """Build the work list of one step.
-
-    Args:
-        cu_seqlens: `[S + 1]`; sequence s has the rows `cu_seqlens[s]` to `cu_seqlens[s + 1]` of the batch.
-        num_computed: `[S]` positions of each sequence before its first row.
-        block_tables: each sequence's block ids, in order, as a list of S or padded to `[S, max_blocks]`.
-        layout: of the cache.
-        num_q_heads: query heads, a multiple of the layout's KV heads.
-
-    Raises:
-        ValueError: the shapes do not agree, or a block table is too short for its sequence.
-    """
-    bounds = np.asarray(cu_seqlens, dtype=np.int64)
-    before = np.asarray(num_computed, dtype=np.int64)
-    num_sequences = len(before)
-    if len(bounds) != num_sequences + 1 or len(block_tables) != num_sequences:
-        raise ValueError(
-            f"{len(bounds)} bounds, {num_sequences} computed counts and {len(block_tables)} block tables do not agree"
-        )
+    """The contract of `chatd_kernels.paged_attention.build_metadata`: the work list of one step, on the host."""
+    assert device is None or device.type == "cpu", f"metadata of CPUs for {device}"
     if num_q_heads % layout.num_kv_heads:
         raise ValueError(f"{num_q_heads} query heads are no multiple of {layout.num_kv_heads} KV heads")
-    query_lens = np.diff(bounds)
-    if num_sequences == 0 or bounds[0] != 0 or query_lens.min() < 0 or before.min() < 0:
-        raise ValueError("bounds must rise from 0 and computed counts must not be negative")
-    table = _padded(block_tables, (before + query_lens) * (query_lens > 0), layout.block_size)
+    batch = check_batch(cu_seqlens, num_computed, block_tables, layout.block_size)
+    bounds, before, table, query_lens = batch.bounds, batch.before, batch.block_tables, batch.query_lens
+    lengths, num_tokens = batch.lengths, batch.num_tokens
 
     group = num_q_heads // layout.num_kv_heads
-    num_tokens = int(bounds[-1])
-    sequence_of = np.repeat(np.arange(num_sequences), query_lens)
-    lengths = before[sequence_of] + np.arange(1, num_tokens + 1) - bounds[sequence_of]
     segments = -(-(before + query_lens) // SEGMENT) * (query_lens > 0)
     tile_tokens = max(1, MAX_TILE_ROWS // group)
     wide = query_lens * group >= _WIDE_ROWS
@@ -181,7 +161,7 @@ def build_metadata(
         num_q_heads=num_q_heads,
         layout=layout,
         lengths=lengths,
-        sequence_of=sequence_of,
+        sequence_of=batch.sequence_of,
         block_tables=table,
         max_block=int(table.max()),
         num_items=num_items,
@@ -205,29 +185,6 @@ def build_metadata(
             max_rows,
         ),
     )
-
-
-def _padded(
-    block_tables: Sequence[npt.NDArray[np.integer] | Sequence[int]] | npt.NDArray[np.integer],
-    lengths: Int64Array,
-    block_size: int,
-) -> Int32Array:
-    """The block tables as one contiguous int32 `[S, max_blocks]`, -1 beyond each sequence's blocks."""
-    needed = -(-lengths // block_size)
-    width = max(1, int(needed.max()))
-    if isinstance(block_tables, np.ndarray):
-        if block_tables.ndim != 2 or block_tables.shape[1] < int(needed.max()):
-            raise ValueError(f"block tables {block_tables.shape} are too short for {int(needed.max())} blocks")
-        table = np.where(np.arange(width) < needed[:, None], block_tables[:, :width], -1).astype(np.int32)
-    else:
-        table = np.full((len(block_tables), width), -1, dtype=np.int32)
-        for index, (blocks, count) in enumerate(zip(block_tables, needed.tolist(), strict=True)):
-            if len(blocks) < count:
-                raise ValueError(f"block table {index} has {len(blocks)} blocks, its sequence needs {count}")
-            table[index, :count] = blocks[:count]
-    if np.count_nonzero(table < 0) != width * len(needed) - int(needed.sum()):
-        raise ValueError("block tables hold negative block ids")
-    return table
 
 
 def _order(table: Int32Array, sequences: Int64Array) -> tuple[Int64Array, Int64Array]:

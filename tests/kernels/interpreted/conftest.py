@@ -86,7 +86,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     assert knobs.runtime.interpret
     builder, tl = interpreter.InterpreterBuilder, interpreter.tl
-    cast = builder.cast_impl
+    cast, dot = builder.cast_impl, builder.create_dot
 
     def cast_impl(self: Any, source: Any, dtype: Any) -> Any:
         """The interpreter cuts float32 to bfloat16 off; GPUs round to nearest, ties to even."""
@@ -95,6 +95,13 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             return interpreter.TensorHandle(rounded, tl.bfloat16)
         return cast(self, source, dtype)
 
+    def create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        """The interpreter multiplies the bits of bfloat16."""
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = cast(self, a, tl.float32), cast(self, b, tl.float32)
+        return dot(self, a, b, *others)
+
     monkeypatch.setattr(builder, "cast_impl", cast_impl)
+    monkeypatch.setattr(builder, "create_dot", create_dot)
     with np.errstate(all="ignore"):
         yield
