@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NewType, Protocol
 
+import msgspec
+
 from chatd.engine.sampling import SamplingParams
 from chatd.kvcache.block import BlockId as BlockId
 from chatd.kvcache.block import HostSlot as HostSlot
@@ -17,8 +19,7 @@ from chatd.kvcache.block import HostSlot as HostSlot
 RequestId = NewType("RequestId", int)
 
 
-@dataclass(frozen=True, slots=True)
-class SampleSpec:
+class SampleSpec(msgspec.Struct, frozen=True):
     """How the token after a chunk's last row is drawn.
 
     Attributes:

@@ -215,7 +215,7 @@ class Request:
         """Return how the next token is drawn."""
         params = self.params
         num_candidates = 0 if self.group is None else self.group.num_candidates
-        position = self.num_output_tokens
+        position = len(self.lease.token_ids) - self.num_prompt_tokens
         forbidden = tuple(sorted(self.stop_ids)) if position < params.min_tokens else ()
         if not params.needs_history:
             return SampleSpec(params, position, forbidden, num_candidates=num_candidates)
@@ -226,12 +226,13 @@ class Request:
 
     def finish_reason(self, token_id: int, max_model_len: int) -> FinishReason | None:
         """Return why the answer ends with the token that was just appended, or None."""
-        num_output = self.num_output_tokens
+        num_tokens = len(self.lease.token_ids)
+        num_output = num_tokens - self.num_prompt_tokens
         if token_id in self.stop_ids and num_output > self.params.min_tokens:
             return FinishReason.STOP
         if num_output >= self.params.max_tokens:
             return FinishReason.MAX_OUTPUT_TOKENS
-        if self.num_tokens >= max_model_len:
+        if num_tokens >= max_model_len:
             return FinishReason.CONTEXT
         return None
 
