@@ -166,10 +166,10 @@ class _SlotCount:
 
     def __init__(self, engine: RealEngine) -> None:
         self.number = 0
-        self._preempt = engine.core.scheduler.admission._preempt
-        engine.core.scheduler.admission._preempt = self
+        self._preempt = engine.core.scheduler.roster.preempt
+        engine.core.scheduler.roster.preempt = self  # type: ignore[method-assign]
 
-    def __call__(self, victim: Request, winner: Request, why: WaitReason) -> None:
+    def __call__(self, victim: Request, winner: Request, why: WaitReason = WaitReason.NO_BLOCKS) -> None:
         self.number += why is WaitReason.SLOTS
         self._preempt(victim, winner, why)
 

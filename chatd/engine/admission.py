@@ -2,59 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from chatd.engine.beams import Beams
-from chatd.engine.block_moves import BlockMoves
 from chatd.engine.cost_model import StepRoom
 from chatd.engine.draft import Draft
-from chatd.engine.engine_config import EngineConfig
-from chatd.engine.fairness import VirtualCounters
-from chatd.engine.joins import Joins
 from chatd.engine.messages import WaitReason
 from chatd.engine.preemption import choose_over_block_share, choose_over_slot_share
 from chatd.engine.request import Request
+from chatd.engine.roster import Roster
 from chatd.kvcache.block import BlockId
-from chatd.kvcache.leases import LeaseState, LeaseTable
-from chatd.kvcache.manager import Allocation, KVCacheManager
+from chatd.kvcache.leases import LeaseState
+from chatd.kvcache.manager import Allocation
 
 
 class Admission:
     """Finds out whether a request can run now, and takes what its first chunk needs.
 
     Args:
-        config: The engine core's.
-        kv: Block tables.
-        leases: Of the same manager.
-        counters: Say which tenants are over their shares.
-        moves: Find what can be loaded instead of being computed.
-        joins: Find who computes the same.
-        running: The scheduler's own list of admitted requests; only read here.
-        beams: Say how many slots are taken.
-        preempt: Sends one of them back to the queue for another one's sake; it waits for the given reason from then on.
+        roster: Says who runs, and sends one of them back to the queue for another one's sake.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        kv: KVCacheManager,
-        leases: LeaseTable,
-        counters: VirtualCounters,
-        moves: BlockMoves,
-        joins: Joins,
-        running: list[Request],
-        beams: Beams,
-        preempt: Callable[[Request, Request, WaitReason], None],
-    ) -> None:
-        self._config = config
-        self._kv = kv
-        self._leases = leases
-        self._counters = counters
-        self._moves = moves
-        self._joins = joins
-        self._running = running
-        self._beams = beams
-        self._preempt = preempt
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._config = roster.config
+        self._kv = roster.kv
+        self._leases = roster.leases
+        self._counters = roster.counters
+        self._moves = roster.moves
+        self._joins = roster.joins
+        self._running = roster.running
+        self._beams = roster.beams
 
     def is_hopeless(self, request: Request) -> bool:
         """Return whether a request found too few blocks, and no more can have become available since."""
@@ -75,7 +50,7 @@ class Admission:
             if victim is None:
                 request.why = WaitReason.SLOTS
                 return False
-            self._preempt(victim, request, WaitReason.SLOTS)
+            self._roster.preempt(victim, request, WaitReason.SLOTS)
         return True
 
     def join(self, request: Request) -> bool:
@@ -131,7 +106,7 @@ class Admission:
                 request.why = WaitReason.NO_BLOCKS
                 request.retry_at = self._num_changes()
                 return None
-            self._preempt(victim, request, WaitReason.NO_BLOCKS)
+            self._roster.preempt(victim, request, WaitReason.NO_BLOCKS)
         return Draft(request, allocation, start, num_tokens, is_decode=False, loads=loads)
 
     def _allocate(self, request: Request, num_tokens: int, computed: list[BlockId]) -> Allocation | None:

@@ -50,6 +50,7 @@ class BlockMoves:
         cost: What computing takes.
 
     Attributes:
+        is_on: There is something below the pool.
         is_waiting: A running request could not be placed in this plan because the disk reads for it.
     """
 
@@ -63,6 +64,7 @@ class BlockMoves:
         cost: CostModel,
     ) -> None:
         self.tiers = tiers
+        self.is_on = tiers.num_slots > 0
         self._config = config
         self._kv = kv
         self._leases = leases
@@ -83,11 +85,6 @@ class BlockMoves:
     def num_restoring(self) -> int:
         """Requests that are set aside until the disk has read for them."""
         return len(self._restoring)
-
-    @property
-    def is_on(self) -> bool:
-        """Whether there is anything below the pool."""
-        return self.tiers.num_slots > 0
 
     @property
     def has_chores(self) -> bool:

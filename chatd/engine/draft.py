@@ -58,18 +58,16 @@ def build_plan(step: int, drafts: Collection[Draft], block_size: int, stores: Se
     loads: list[BlockMove] = []
     for draft in drafts:
         request, allocation = draft.request, draft.allocation
-        ids = request.lease.token_ids
+        ids, block_ids = request.lease.token_ids, request.lease.table.block_ids
         end = draft.start + draft.num_tokens
         if draft.loads:
             place = draft.start // block_size
-            block_ids = request.lease.table.block_ids[place - len(draft.loads) : place]
-            loads += [BlockMove(i, block.slot) for i, block in zip(block_ids, draft.loads, strict=True)]
+            loaded = block_ids[place - len(draft.loads) : place]
+            loads += [BlockMove(i, block.slot) for i, block in zip(loaded, draft.loads, strict=True)]
         if not draft.num_tokens:
             continue
         sample = request.sample_spec() if end == len(ids) and not request.compute_only else None
-        chunks.append(
-            Chunk(request.request_id, draft.start, ids[draft.start : end], request.lease.table.block_ids, sample)
-        )
+        chunks.append(Chunk(request.request_id, draft.start, ids[draft.start : end], block_ids, sample))
         if allocation.copy_source is not None and allocation.copy_target is not None:
             copies.append(BlockCopy(allocation.copy_source, allocation.copy_target))
     return Plan(step, chunks, copies, block_size, stores, loads)

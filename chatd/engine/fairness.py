@@ -74,7 +74,7 @@ class VirtualCounters:
 
     def charge(self, tenant: Tenant, cost: float) -> None:
         """Charge committed service, in tokens."""
-        self._counters[tenant] = self.counter(tenant) + cost / self.weight(tenant)
+        self._counters[tenant] = self._counters.get(tenant, 0.0) + cost / self.weight(tenant)
 
     def share(self, tenant: Tenant, total: float) -> float:
         """Return a tenant's part of `total` among the active tenants."""

@@ -161,6 +161,11 @@ class Joins:
         """Return whether a request waits for another one's prefix now."""
         return request.request_id in self._group_of
 
+    @property
+    def has_leaders(self) -> bool:
+        """Whether `is_leading` is true of anybody."""
+        return bool(self._keys or self._groups)
+
     def is_leading(self, request: Request) -> bool:
         """Return whether others may join a request now, or have."""
         return request.request_id in self._keys or request.request_id in self._groups

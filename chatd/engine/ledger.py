@@ -73,8 +73,9 @@ class Ledger:
         if request.first_token_s < 0:
             request.first_token_s = now
         request.last_token_s = now
-        self.counters.charge(request.tenant, OUTPUT_TOKEN_COST)
-        self.counts[request.tenant].output_tokens += 1
+        tenant = request.tenant
+        self.counters.charge(tenant, OUTPUT_TOKEN_COST)
+        self.counts[tenant].output_tokens += 1
         logprobs = output.logprobs.get(request.request_id) if output.logprobs else None
         if logprobs is None:
             return TokenDelta(request.request_id, [token_id])

@@ -184,7 +184,7 @@ def test_a_leader_that_is_preempted_is_followed_by_the_first_joiner_and_joins_it
     engine.step(5)
     scheduler = engine.core.scheduler
     leader = scheduler.running[0]
-    scheduler._preempt(leader, leader)
+    scheduler.roster.preempt(leader, leader)
     engine.core.check_invariants()
     engine.run()
     lost = 5 * 64

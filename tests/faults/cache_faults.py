@@ -8,7 +8,7 @@ MANAGER = "chatd/kvcache/manager.py"
 POOL = "chatd/kvcache/block_pool.py"
 INDEX = "chatd/kvcache/prefix_index.py"
 LEASES = "chatd/kvcache/leases.py"
-SCHEDULER = "chatd/engine/scheduler.py"
+ROSTER = "chatd/engine/roster.py"
 TEST_MANAGER = "tests/kvcache/test_manager.py::test_"
 TEST_POOL = "tests/kvcache/test_block_pool.py::test_"
 TEST_INDEX = "tests/kvcache/test_prefix_index.py::test_"
@@ -27,9 +27,9 @@ CACHE_FAULTS = (
     fault(
         "a block is registered at plan",
         "others read a block before its KV is written, and a step that fails leaves it findable",
-        SCHEDULER,
-        "        self._drafts[request.request_id] = draft\n",
-        "        self._drafts[request.request_id] = draft\n"
+        ROSTER,
+        "        self.drafts[request.request_id] = draft\n",
+        "        self.drafts[request.request_id] = draft\n"
         "        end = draft.start + draft.num_tokens\n"
         "        self.kv._register(request.lease.table, end // self.config.block_size, request.lease.token_ids)\n",
         SIMULATION + "[0-xxh3]",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from seeded_fault import SIMULATION, fault
 
 SCHEDULER = "chatd/engine/scheduler.py"
+PLACEMENT = "chatd/engine/placement.py"
+ROSTER = "chatd/engine/roster.py"
 ADMISSION = "chatd/engine/admission.py"
 LEDGER = "chatd/engine/ledger.py"
 FAIRNESS = "chatd/engine/fairness.py"
@@ -22,7 +24,7 @@ SCHEDULE_FAULTS = (
         "a failed row is committed",
         "NaN stays in the cache for whoever has the same prompt",
         SCHEDULER,
-        "                self.kv.discard(draft.allocation)\n                self.kv.poison(request.lease.table)\n",
+        "                self.kv.discard(draft.allocation)\n                self.kv.poison(lease.table)\n",
         "                self.kv.commit(draft.allocation, end, ids)\n",
         TEST_CORE + "logits_that_are_not_finite_fail_their_request_only_and_its_blocks_leave_the_cache",
     ),
@@ -30,7 +32,7 @@ SCHEDULE_FAULTS = (
         "output tokens are not charged",
         "a tenant with long answers gets more than its weight",
         LEDGER,
-        "        self.counters.charge(request.tenant, OUTPUT_TOKEN_COST)\n        self.counts[",
+        "        self.counters.charge(tenant, OUTPUT_TOKEN_COST)\n        self.counts[",
         "        self.counts[",
         TEST_SCHEDULER + "an_answers_tokens_are_service_as_a_prompts_are",
     ),
@@ -46,8 +48,8 @@ SCHEDULE_FAULTS = (
         "a tenant's weight is ignored",
         "who pays for three shares gets one",
         FAIRNESS,
-        "self.counter(tenant) + cost / self.weight(tenant)",
-        "self.counter(tenant) + cost",
+        "self._counters.get(tenant, 0.0) + cost / self.weight(tenant)",
+        "self._counters.get(tenant, 0.0) + cost",
         TEST_FAIRNESS + "service_counts_by_weight",
     ),
     fault(
@@ -77,7 +79,7 @@ SCHEDULE_FAULTS = (
     fault(
         "a preempted request keeps its blocks",
         "preemption frees nothing, and the step cannot run",
-        SCHEDULER,
+        ROSTER,
         "        self.leases.free(victim.lease)\n        self.running.remove(victim)\n",
         "        self.running.remove(victim)\n",
         SIMULATION + "[4-xxh3]",
@@ -85,17 +87,17 @@ SCHEDULE_FAULTS = (
     fault(
         "a preempted request keeps its rows in the step",
         "the step computes what it has no blocks for",
-        SCHEDULER,
+        ROSTER,
         "        if draft is not None:\n            self.kv.discard(draft.allocation)\n",
-        "        if draft is not None:\n            self._drafts[victim.request_id] = draft\n",
+        "        if draft is not None:\n            self.drafts[victim.request_id] = draft\n",
         SIMULATION + "[1-xxh3]",
     ),
     fault(
         "decodes do not count as rows of the step",
         "a step has more rows than its budget",
-        SCHEDULER,
-        "self.config.max_num_batched_tokens - rows, seconds, least=1",
-        "self.config.max_num_batched_tokens, seconds, least=1",
+        PLACEMENT,
+        "self._config.max_num_batched_tokens - rows, seconds, least=1",
+        "self._config.max_num_batched_tokens, seconds, least=1",
         SIMULATION + "[6-xxh3]",
         says="I12",
     ),
@@ -146,8 +148,9 @@ SCHEDULE_FAULTS = (
         "a stop id is cut off",
         "the next turn's history is not what was computed",
         SCHEDULER,
-        "        self.leases.append(request.lease, token_id)\n",
-        "        if token_id not in request.stop_ids:\n            self.leases.append(request.lease, token_id)\n",
+        "                self.leases.append(lease, token_id)\n",
+        "                if token_id not in request.stop_ids:\n"
+        "                    self.leases.append(lease, token_id)\n",
         SIMULATION + "[0-xxh3]",
     ),
     fault(

@@ -109,7 +109,7 @@ SHARING_FAULTS = (
     fault(
         "a leader that lost its blocks leads on",
         "those who joined it wait for what nobody computes",
-        "chatd/engine/scheduler.py",
+        "chatd/engine/roster.py",
         "        self.joins.on_lost(victim)\n",
         "",
         TEST_JOINS + "a_leader_that_is_preempted_is_followed_by_the_first_joiner_and_joins_it",

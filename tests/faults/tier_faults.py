@@ -96,7 +96,7 @@ TIER_FAULTS = (
         "what may hold NaN stays below the pool",
         "a turn that failed fails again whenever its KV is loaded",
         SCHEDULER,
-        "                self.moves.forget(request.lease)\n",
+        "                self.moves.forget(lease)\n",
         "",
         TEST_BLOCK_MOVES + "what_may_hold_nan_is_forgotten_below_the_pool_too",
     ),
@@ -135,9 +135,9 @@ TIER_FAULTS = (
     fault(
         "what is loaded counts one token more",
         "the first token after it is never computed, and swapping loses the tail",
-        "chatd/engine/scheduler.py",
-        "        start = table.num_computed_tokens + len(loads) * self.config.block_size\n",
-        "        start = table.num_computed_tokens + len(loads) * self.config.block_size + bool(loads)\n",
+        "chatd/engine/placement.py",
+        "            start += len(loads) * self._config.block_size\n",
+        "            start += len(loads) * self._config.block_size + 1\n",
         SIMULATION + "[7-xxh3]",
     ),
 )
