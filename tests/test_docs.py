@@ -20,6 +20,8 @@ from chatd.models.model_config import SUPPORTED_ARCHITECTURES, SUPPORTED_ROPE_TY
 from chatd.server import openai_schema
 from chatd.server.app import ROUTES
 from chatd.server.websocket import CAPS
+from chatd_tui.command_table import COMMANDS
+from chatd_tui.commands import key_names
 from chatd_tui.screens.help import KEYS
 from chatd_tui.widgets.pool_map import GLYPHS
 
@@ -198,12 +200,17 @@ def test_every_route_is_named() -> None:
 
 def test_the_keys_and_marks_of_the_terminal_are_all_named() -> None:
     text = section("terminal", "## Keys")
-    for _, keys in KEYS:
-        for names, _ in keys:
-            for name in re.split(r", (?:or )?", names.replace(" twice", "")):
-                assert name.replace("\\", "`\\`") in text, name
+    for names, _ in KEYS:
+        for name in re.split(r", (?:or )?", names):
+            assert name.replace("\\", "`\\`") in text, name
     assert column(section("terminal", "## The pool page"), "cell") == {*GLYPHS.values()}
     assert {name for name in column(PAGES["terminal"], "variable") if name.startswith("CHATD_")} <= CLIENT_VARIABLES
+
+
+def test_the_commands_of_the_terminal_are_the_registrys() -> None:
+    rows = re.findall(r"^\| `(/.*?)` \| (.*?) ?\| (.*) \|$", section("terminal", "## Commands"), re.M)
+    expected = [(command.usage, ", ".join(key_names(command)), command.help) for command in COMMANDS]
+    assert [(usage.replace("\\|", "|"), keys, text) for usage, keys, text in rows] == expected
 
 
 # Quoted help, links.

@@ -218,6 +218,7 @@ class Turn:
         self._command = command
         self._parts: list[str] = []
         self._answer_id: str | None = None
+        self._begun: Item | None = None
         self.message: Item | None = None
         self.item: Item | None = None
         self.usage: Usage | None = None
@@ -228,6 +229,15 @@ class Turn:
     def text(self) -> str:
         """The answer so far."""
         return "".join(self._parts)
+
+    async def send(self) -> Item:
+        """Send it and return the message, or the empty answer of a regeneration, once the daemon has it.
+
+        For those who follow the session's events: the answer comes there. Iterate the turn or send it, not both.
+        """
+        await self._begin()
+        assert self._begun is not None
+        return self._begun
 
     async def cancel(self) -> None:
         """End the answer; the iteration then ends too."""
@@ -249,10 +259,11 @@ class Turn:
         ask, session = self._connection._ask, self._session.id
         if isinstance(self._command, ResponseRegenerate):
             created, _ = await ask(self._command, ResponseCreated, session=session)
+            self._begun = created.item
             self._answer_id = created.item.id
             return created.seq
         added, _ = await ask(self._command, ItemAdded, session=session)
-        self.message = added.item
+        self._begun = self.message = added.item
         return added.seq
 
     def _concerns(self, event: Event, first_seq: int) -> bool:

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any
@@ -25,9 +25,9 @@ from websockets.typing import Subprotocol
 
 from chatd import protocol as p
 from chatd.errors import ChatdError, Conflict, InvalidRequest, NotFound
+from chatd.testing.scripted_session import NOW, ScriptedSession
 
 Counts = tuple[int, int, int, int]
-NOW = 1_700_000_000.0
 
 
 @dataclass(frozen=True)
@@ -49,42 +49,6 @@ class Script:
     fail: ChatdError | None = None
 
 
-@dataclass
-class _Session:
-    id: str
-    title: str
-    system: str | None
-    items: list[p.Item] = field(default_factory=list)
-    ring: list[p.Event] = field(default_factory=list)
-    seq: int = 0
-    touched: int = 0
-    response: str | None = None
-    task: asyncio.Task[None] | None = None
-    cancelled: bool = False
-    blocks: int = 0
-
-    def info(self, model: p.ModelInfo) -> p.SessionInfo:
-        used = sum(len(item.content) // 4 + 4 for item in self.items)
-        return p.SessionInfo(
-            id=self.id,
-            title=self.title,
-            model=model.id,
-            created_at=NOW,
-            updated_at=NOW + self.touched,
-            num_items=len(self.items),
-            context_used=used,
-            context_max=model.context,
-            busy=self.response is not None,
-            tier="device",
-            system=self.system,
-        )
-
-    def snapshot(self, model: p.ModelInfo) -> p.Snapshot:
-        return p.Snapshot(
-            session=self.info(model), items=list(self.items), response=self.response, state=p.LatestState()
-        )
-
-
 class ScriptedDaemon:
     """Serves on a free port of the loopback; `async with` it.
 
@@ -99,13 +63,13 @@ class ScriptedDaemon:
         scripts: Sequence[Script] = (Script(),),
         *,
         key: str | None = None,
-        caps: Sequence[str] = ("pool.map",),
+        caps: Sequence[str] = ("fork", "branch", "pool.map"),
         frame_bytes: int = p.MIN_FRAME_BYTES,
         port: int = 0,
     ) -> None:
         self.model = p.ModelInfo(id="smollm2-135m", context=8192, block_size=16, blocks=256)
         self.boot = "boot-1"
-        self.sessions: dict[str, _Session] = {}
+        self.sessions: dict[str, ScriptedSession] = {}
         self.commands: list[p.Command] = []
         self.num_connections = 0
         self.refuse: tuple[HTTPStatus, bytes] | None = None
@@ -295,7 +259,8 @@ class ScriptedDaemon:
     async def _do(self, socket: ServerConnection, command: p.Command) -> None:
         match command:
             case p.SessionCreate():
-                session = _Session(f"ses_{next(self._ids)}", command.title or "", command.system)
+                session = ScriptedSession(f"ses_{next(self._ids)}", command.title or "", command.system)
+                session.params = command.params
                 session.items += [self._item(m.role, m.content, session) for m in command.messages]
                 self.sessions[session.id] = session
                 self._attached[socket].add(session.id)
@@ -304,7 +269,8 @@ class ScriptedDaemon:
                 await self._attach(socket, command)
             case p.SessionList():
                 start = int(command.cursor or 0)
-                infos = [s.info(self.model) for s in self.sessions.values()]
+                found = [s for s in self.sessions.values() if s.archived == command.archived and _has(s, command.query)]
+                infos = [s.info(self.model) for s in found]
                 infos.sort(key=lambda info: -info.updated_at)
                 end = start + command.limit
                 await self._reply(
@@ -316,11 +282,11 @@ class ScriptedDaemon:
             case p.SessionGet():
                 session = self._find(command.session)
                 await self._reply(
-                    socket, p.SessionGot(session=session.info(self.model), items=session.items, re=command.id)
+                    socket, p.SessionGot(session=session.info(self.model), items=session.path(), re=command.id)
                 )
             case p.SessionUpdate():
                 session = self._find(command.session)
-                session.title = command.title or session.title
+                session.update(command)
                 updated = p.SessionUpdated(
                     session=session.id, seq=0, ts=NOW, info=session.info(self.model), re=command.id
                 )
@@ -331,8 +297,19 @@ class ScriptedDaemon:
             case p.SessionClose():
                 session = self._find(command.session)
                 await self._broadcast(session, p.SessionClosed(session=session.id, re=command.id))
-            case p.UserMessage():
+            case p.SessionFork():
+                await self._fork(socket, command)
+            case p.UserMessage() | p.MessageEdit():
                 await self._user_message(command)
+            case p.ResponseRegenerate():
+                await self._regenerate(command)
+            case p.BranchSelect():
+                session = self._free(command.session)
+                parent, items = session.select(command.leaf)
+                selected = p.BranchSelected(
+                    session=session.id, seq=0, ts=NOW, leaf=command.leaf, items=items, parent=parent, re=command.id
+                )
+                self._answers[command.id or ""] = await self._emit(session, selected)
             case p.ResponseCancel():
                 session = self._find(command.session)
                 if session.response is None:
@@ -369,55 +346,134 @@ class ScriptedDaemon:
             ),
         )
 
-    async def _user_message(self, command: p.UserMessage) -> None:
-        session = self._find(command.session)
-        if session.response is not None:
-            raise Conflict("an answer is in progress in this session", code="turn_in_progress")
+    async def _fork(self, socket: ServerConnection, command: p.SessionFork) -> None:
+        origin = self._find(command.session)
+        fork = ScriptedSession(f"ses_{next(self._ids)}", command.title or origin.title, origin.system)
+        fork.params = origin.params
+        at = command.at or (origin.items[-1].id if origin.items else None)
+        for item in origin.items:
+            fork.items.append(self._item(item.role, item.content, fork))
+            if item.id == at:
+                break
+        else:
+            raise NotFound(f"item {at!r} is not known", code="not_found")
+        self.sessions[fork.id] = fork
+        self._attached[socket].add(fork.id)
+        used = fork.info(self.model).context_used
+        created = p.SessionCreated(
+            session=fork.info(self.model),
+            shared_tokens=used,
+            shared_blocks=-(-used // self.model.block_size),
+            copies_on_write=int(used % self.model.block_size > 0),
+            re=command.id,
+        )
+        await self._reply(socket, created, command)
+
+    async def _user_message(self, command: p.UserMessage | p.MessageEdit) -> None:
+        session = self._free(command.session)
         item = self._item("user", command.content, session)
-        session.items.append(item)
-        session.response = f"res_{next(self._ids)}"
-        session.cancelled = False
+        if isinstance(command, p.MessageEdit):
+            item = msgspec.structs.replace(item, parent=session.node(command.item).parent)
+        shown = list(session.items)
+        session.put(item)
         if not session.title:
             session.title = command.content[:40]
-        added = p.ItemAdded(session=session.id, seq=0, ts=NOW, item=item, re=command.id)
-        stamped = await self._emit(session, added)
-        self._answers[command.id or ""] = stamped
+        added = p.ItemAdded(session=session.id, seq=0, ts=NOW, item=session.with_siblings(item), re=command.id)
+        self._answers[command.id or ""] = await self._emit(session, added)
+        self._begin(session, item, shown)
+
+    async def _regenerate(self, command: p.ResponseRegenerate) -> None:
+        session = self._free(command.session)
+        target = session.node(command.item) if command.item else session.items[-1]
+        asked = target if target.role == "user" else session.node(target.parent or "")
+        shown = list(session.items)
+        self._begin(session, asked, shown, re=command.id)
+
+    def _free(self, ident: str) -> ScriptedSession:
+        session = self._find(ident)
+        if session.response is not None:
+            raise Conflict("an answer is in progress in this session", code="turn_in_progress")
+        return session
+
+    def _begin(
+        self, session: ScriptedSession, asked: p.Item, shown: Sequence[p.Item], *, re: str | None = None
+    ) -> None:
+        """Answer a message by the next script; `shown` is back if that fails."""
+        session.response = f"res_{next(self._ids)}"
+        session.cancelled = False
         script = self._scripts[min(self._num_answers, len(self._scripts) - 1)]
         self._num_answers += 1
-        session.task = asyncio.get_running_loop().create_task(self._respond(session, script))
+        work = self._respond(session, script, asked, shown, re)
+        session.task = asyncio.get_running_loop().create_task(work)
 
-    async def _respond(self, session: _Session, script: Script) -> None:
+    async def _respond(
+        self, session: ScriptedSession, script: Script, asked: p.Item, shown: Sequence[p.Item], re: str | None
+    ) -> None:
         response = session.response or ""
         for kind, fields in script.before:
             await self._broadcast(session, kind(session=session.id, **fields))
-        index = len(session.items)
-        item = self._item("assistant", "", session, "in_progress")
-        session.items.append(item)
-        created = p.ResponseCreated(session=session.id, seq=0, ts=NOW, response=response, item=item)
-        await self._emit(session, created)
+        item = p.Item(id=f"itm_{next(self._ids)}", role="assistant", content="", status="in_progress", parent=asked.id)
+        session.put(item)
+        item = session.with_siblings(item)
+        created = p.ResponseCreated(session=session.id, seq=0, ts=NOW, response=response, item=item, re=re)
+        stamped = await self._emit(session, created)
+        if re is not None:
+            self._answers[re] = stamped
         for delta in script.deltas:
             await self._pace(script)
             if session.cancelled:
                 break
             item = msgspec.structs.replace(item, content=item.content + delta)
-            session.items[index] = item
+            session.put(item)
             event = p.OutputTextDelta(session=session.id, seq=0, ts=NOW, item_id=item.id, delta=delta, n_tokens=1)
             await self._emit(session, event)
         else:
             await self._pace(script)
         session.response = None
-        usage = p.Usage.of(64, 48, len(script.deltas))
-        timings = p.Timings(queue_ms=1.0, ttft_ms=120.0, prefill_tok_s=400.0, decode_tok_s=38.0, preemptions=0)
         if script.fail is not None:
-            del session.items[index - 1 :]
-            body = p.ErrorBody.of(script.fail)
-            failed = p.ResponseFailed(session=session.id, seq=0, ts=NOW, response=response, item_id=item.id, error=body)
-            await self._emit(session, failed)
+            await self._fail(session, item, shown, response, script.fail, re)
             return
+        await self._complete(session, item, response, len(script.deltas))
+
+    async def _fail(
+        self,
+        session: ScriptedSession,
+        item: p.Item,
+        shown: Sequence[p.Item],
+        response: str,
+        error: ChatdError,
+        re: str | None,
+    ) -> None:
+        """Take a turn back: its answer and, unless it was an answer again, its message."""
+        session.remove(item)
+        asked = session.items[-1]
+        if re is None:
+            session.remove(asked)
+        parent = asked.id if re is not None else asked.parent
+        failed = p.ResponseFailed(
+            session=session.id,
+            seq=0,
+            ts=NOW,
+            response=response,
+            item_id=item.id,
+            error=p.ErrorBody.of(error),
+            parent=parent,
+        )
+        await self._emit(session, failed)
+        if [other.id for other in shown] != [other.id for other in session.items]:
+            parent, items = session.select(shown[-1].id)
+            selected = p.BranchSelected(
+                session=session.id, seq=0, ts=NOW, leaf=shown[-1].id, items=items, parent=parent
+            )
+            await self._emit(session, selected)
+
+    async def _complete(self, session: ScriptedSession, item: p.Item, response: str, num_tokens: int) -> None:
+        usage = p.Usage.of(64, 48, num_tokens)
+        timings = p.Timings(queue_ms=1.0, ttft_ms=120.0, prefill_tok_s=400.0, decode_tok_s=38.0, preemptions=0)
         reason = "cancelled" if session.cancelled else "stop"
         status: p.ItemStatus = "incomplete" if session.cancelled else "completed"
         item = msgspec.structs.replace(item, status=status, reason=reason, usage=usage, timings=timings)
-        session.items[index] = item
+        session.put(item)
         common: dict[str, Any] = {
             "session": session.id,
             "seq": 0,
@@ -449,11 +505,11 @@ class ScriptedDaemon:
         elif script.delay_s:
             await asyncio.sleep(script.delay_s)
 
-    def _item(self, role: p.Role, content: str, session: _Session, status: p.ItemStatus = "completed") -> p.Item:
+    def _item(self, role: p.Role, content: str, session: ScriptedSession, status: p.ItemStatus = "completed") -> p.Item:
         parent = session.items[-1].id if session.items else None
         return p.Item(id=f"itm_{next(self._ids)}", role=role, content=content, status=status, parent=parent)
 
-    def _find(self, ident: str) -> _Session:
+    def _find(self, ident: str) -> ScriptedSession:
         session = self.sessions.get(ident)
         if session is None:
             raise NotFound(f"session {ident!r} is not known", code="session_not_found")
@@ -501,7 +557,7 @@ class ScriptedDaemon:
             re=wish.id,
         )
 
-    async def _emit(self, session: _Session, event: Any) -> p.Event:
+    async def _emit(self, session: ScriptedSession, event: Any) -> p.Event:
         """Give a transcript event its `seq`, keep it for replay and send it; `re` stays with the sender."""
         session.seq += 1
         session.touched = next(self._clock)
@@ -512,7 +568,7 @@ class ScriptedDaemon:
         await self._broadcast(session, stamped)
         return stamped
 
-    async def _broadcast(self, session: _Session, event: p.Event) -> None:
+    async def _broadcast(self, session: ScriptedSession, event: p.Event) -> None:
         for socket, attached in list(self._attached.items()):
             if session.id in attached:
                 await self._send(socket, p.encode(event))
@@ -525,6 +581,11 @@ class ScriptedDaemon:
     async def _send(self, socket: ServerConnection, text: str) -> None:
         with contextlib.suppress(ConnectionClosed):
             await socket.send(text)
+
+
+def _has(session: ScriptedSession, query: str | None) -> bool:
+    texts = [session.title, *(item.content for item in session.items)]
+    return query is None or any(query.lower() in text.lower() for text in texts)
 
 
 def _response(socket: ServerConnection, status: HTTPStatus, body: bytes) -> Response:

@@ -16,7 +16,7 @@ from chatd_tui.views import ItemView, SessionRow
 from chatd_tui.widgets.answer import AnswerMessage
 from chatd_tui.widgets.markdown_view import MarkdownView
 from chatd_tui.widgets.status import StatusView, TitleView
-from chatd_tui.widgets.transcript import UserMessage
+from chatd_tui.widgets.user_message import UserMessage
 
 MARK = "QXJ"
 """Follows each control in the corpus; nothing that the client draws may have that control right before it."""
@@ -142,7 +142,7 @@ async def test_streamed_in_pieces_no_string_escapes_or_crashes(make_app, wait_un
         async with app.run_test(size=(90, 30)):
             await wait_until(lambda: app.chat.title_bar.view.phase == "connected")
             app.link.send("go")
-            await wait_until(lambda: app._last_answer == clean(text))
+            await wait_until(lambda: app.conversation.last_answer() == clean(text))
             await wait_until(lambda: bool(app.chat.query(AnswerMessage)))
             answer = app.chat.query_one(AnswerMessage)
             await wait_until(lambda: answer.settled)

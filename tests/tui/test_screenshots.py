@@ -36,7 +36,7 @@ HELLO = p.Hello(
     tenant="acme",
     user="ada",
     model=p.ModelInfo(id="smollm2-135m", context=8192, block_size=16, blocks=512),
-    caps=["pool.map"],
+    caps=["fork", "branch", "pool.map"],
     limits=p.Limits(frame_bytes=262144, sessions=64, inflight=8, replay_events=8192, replay_ttl_s=300),
     heartbeat_s=20,
 )
@@ -135,6 +135,37 @@ async def conversation(pilot: Pilot[None]) -> None:
     await pilot.pause()
 
 
+async def versions(pilot: Pilot[None]) -> None:
+    app = pilot.app
+    assert isinstance(app, StillApp)
+    await conversation(pilot)
+    again = p.Item(
+        id="b",
+        role="assistant",
+        content="It remembers.",
+        status="completed",
+        parent="q",
+        siblings=p.Siblings(index=2, count=3, previous="a", next="c"),
+    )
+    app.post_message(
+        SessionNews("s1", p.BranchSelected(session="s1", seq=9, ts=0, leaf="b", parent="q", items=[again]))
+    )
+    app.post_message(SessionNews("s1", p.SessionTier(session="s1", tier="disk", why="pressure")))
+    await pilot.pause()
+    app.chat.transcript.select("b")
+    app.chat.composer.load_text("/re")
+    await pilot.pause()
+    await pilot.pause()
+
+
+async def commands(pilot: Pilot[None]) -> None:
+    app = pilot.app
+    assert isinstance(app, StillApp)
+    await app.begin(pilot)
+    await pilot.press("f1")
+    await pilot.pause()
+
+
 async def pool(pilot: Pilot[None]) -> None:
     app = pilot.app
     assert isinstance(app, StillApp)
@@ -148,7 +179,7 @@ async def pool(pilot: Pilot[None]) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=["80x24", "120x36", "44x18"])
-@pytest.mark.parametrize("scene", [welcome, conversation, pool])
+@pytest.mark.parametrize("scene", [welcome, conversation, versions, commands, pool])
 def test_the_screen_looks_as_it_did(
     snap_compare, tmp_path: Path, size: tuple[int, int], scene: Callable[[Pilot[None]], Awaitable[None]]
 ) -> None:

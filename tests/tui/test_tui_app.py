@@ -17,7 +17,8 @@ from chatd_tui.widgets.meter import Meter
 from chatd_tui.widgets.pool_map import PoolMap
 from chatd_tui.widgets.session_list import SessionList
 from chatd_tui.widgets.status import StatusLine, StatusView, TitleBar
-from chatd_tui.widgets.transcript import SHOWN_ITEMS, Earlier, Transcript, UserMessage
+from chatd_tui.widgets.transcript import SHOWN_ITEMS, Earlier, Transcript
+from chatd_tui.widgets.user_message import UserMessage
 from chatd_tui.widgets.welcome import Welcome
 
 MakeApp = Callable[..., ChatApp]
@@ -224,7 +225,7 @@ async def test_without_the_cap_the_page_has_no_map_and_still_its_numbers(make_ap
         app = make_app(daemon)
         async with app.run_test(size=SIZE) as pilot:
             await wait_until(connected(app))
-            await pilot.press("ctrl+p")
+            await pilot.press("f2")
             await wait_until(lambda: isinstance(app.screen, PoolScreen) and len(app.screen.history.occupancy) > 0)
             assert not app.screen.query_one("#map-panel").display
             assert "map" not in [command.detail for command in daemon.commands if isinstance(command, p.PoolSubscribe)]

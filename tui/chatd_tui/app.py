@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,61 +14,35 @@ from chatd.client import ConnectionPhase, ConnectionState
 from chatd.config import state_dir
 from chatd.errors import AuthenticationError, ChatdError
 from chatd.protocol import (
-    BranchSelected,
+    AttachRole,
     Error,
-    Event,
     Hello,
-    ItemAdded,
-    OutputTextDelta,
     RateLimitsUpdated,
     ResponseCompleted,
-    ResponseCreated,
-    ResponseFailed,
     ResponseIncomplete,
-    ResponsePreempted,
-    ResponsePrefill,
-    ResponseQueued,
-    ResponseResumed,
     ServerDraining,
-    SessionClosed,
     SessionInfo,
     SessionUpdated,
-    SessionUsage,
-    Snapshot,
 )
-from chatd_tui import messages
+from chatd_tui import messages, status_text
+from chatd_tui.actions import Actions
 from chatd_tui.clean import clean, clean_line
-from chatd_tui.clipboard import MAX_OSC52_BYTES, save_copy
+from chatd_tui.command_table import COMMANDS, bindings
+from chatd_tui.commands import Command, Context, Suggestion, Typed, find, parse, similar, suggestions
+from chatd_tui.conversation import Conversation
 from chatd_tui.keys import recognize_alt_enter
 from chatd_tui.link import DaemonLink
+from chatd_tui.palette import CommandProvider
 from chatd_tui.screens.chat import ChatScreen
+from chatd_tui.screens.found import FoundScreen
 from chatd_tui.screens.help import HelpScreen, LinkScreen
 from chatd_tui.screens.pool import PoolScreen
 from chatd_tui.theme import CHATD
-from chatd_tui.views import WAIT_REASONS, ItemView, MeterView, SessionRow, short_number
+from chatd_tui.views import MeterView, SessionRow
 from chatd_tui.widgets.status import StatusView, TitleView
-from chatd_tui.widgets.transcript import SYSTEM_ID, UserMessage
 from chatd_tui.widgets.welcome import WelcomeView
 
 QUIT_WINDOW_S = 2.0
-RATE_WINDOW_S = 3.0
-ANSWERING = StatusView("busy", "answering", "Esc stops it")
-
-
-class Rate:
-    """Tokens per second over the last seconds of one answer."""
-
-    def __init__(self) -> None:
-        self._arrivals: deque[tuple[float, int]] = deque()
-
-    def add(self, now_s: float, num_tokens: int) -> float | None:
-        """Count tokens; None until there is a stretch of time to divide by."""
-        self._arrivals.append((now_s, num_tokens))
-        while now_s - self._arrivals[0][0] > RATE_WINDOW_S:
-            self._arrivals.popleft()
-        seconds = now_s - self._arrivals[0][0]
-        counted = sum(count for _, count in self._arrivals) - self._arrivals[0][1]
-        return counted / seconds if seconds > 0.5 else None
 
 
 class ChatApp(App[None]):
@@ -82,31 +55,28 @@ class ChatApp(App[None]):
     """
 
     TITLE = "chatd"
+    # The palette's key is a command's, like all others.
     ENABLE_COMMAND_PALETTE = False
+    COMMANDS = {CommandProvider}  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("f1", "help", "Help"),
-        Binding("f2,ctrl+p", "pool", "Pool"),
-        Binding("ctrl+n", "new_session", "New", priority=True),
-        Binding("escape", "cancel", "Stop"),
-        Binding("ctrl+y", "copy_answer", "Copy", priority=True),
-        Binding("ctrl+r", "retry", "Connect", show=False),
-        Binding("ctrl+q", "quit", "Quit", priority=True),
-        Binding("ctrl+c", "interrupt", "Quit", show=False, priority=True),
+        *bindings(),
+        Binding("ctrl+c", "interrupt", "Copy, or quit", show=False, priority=True),
     ]
 
     def __init__(self, url: str, key: str | None = None, *, copies: Path | None = None) -> None:
         super().__init__()
         recognize_alt_enter()
+        self.use_command_palette = True
         self.register_theme(CHATD)
         self.theme = CHATD.name
         self.chat = ChatScreen()
+        self.chat.composer.suggest = self._suggest
         self.link = DaemonLink(url, key, self.post_message)
-        self._copies = copies or state_dir()
+        self.conversation = Conversation(self.chat, self._draw_meter)
+        self._actions = Actions(self, copies or state_dir())
         self._hello: Hello | None = None
+        self._phase = ConnectionPhase.CONNECTING
         self._sessions: list[SessionInfo] = []
-        self._busy = False
-        self._last_answer = ""
-        self._rate = Rate()
         self._meter = MeterView()
         self._interrupted_at = float("-inf")
 
@@ -124,6 +94,7 @@ class ChatApp(App[None]):
     def on_connection_changed(self, message: messages.ConnectionChanged) -> None:
         """Show where the connection stands."""
         state, hello = message.state, message.hello
+        self._phase = state.phase
         if hello is not None and hello is not self._hello:
             self._hello = hello
             model = hello.model
@@ -132,9 +103,9 @@ class ChatApp(App[None]):
             self._draw_meter(context_max=model.context)
         self._draw_title(state)
         if state.phase is ConnectionPhase.CLOSED and state.error is not None:
-            self._show_error(state.error)
-        elif state.phase is ConnectionPhase.CONNECTED and self._status().kind in ("error", "warning"):
-            self._set_status(StatusView())
+            self.show_error(state.error)
+        elif state.phase is ConnectionPhase.CONNECTED and self.chat.status.kind in ("error", "warning"):
+            self.chat.status = StatusView()
 
     def on_sessions_listed(self, message: messages.SessionsListed) -> None:
         """Show the sessions."""
@@ -144,94 +115,22 @@ class ChatApp(App[None]):
     async def on_session_opened(self, message: messages.SessionOpened) -> None:
         """Show a session from its snapshot on."""
         snapshot = message.attached.snapshot
-        if message.attached.session != self.link.session or snapshot is None:
-            return
-        await self._show_items(snapshot)
-        self._busy = snapshot.response is not None
-        self._set_status(_progress(snapshot) if self._busy else StatusView())
-        usage = snapshot.state.usage or {}
-        self._draw_meter(context_used=usage.get("context_used", snapshot.session.context_used))
-        self._draw_title(None)
-
-    async def _show_items(self, snapshot: Snapshot) -> None:
-        items = [ItemView.of(item) for item in snapshot.items]
-        if snapshot.session.system and not any(item.role == "system" for item in items):
-            items.insert(0, ItemView(SYSTEM_ID, "system", clean(snapshot.session.system)))
-        answers = [item.text for item in items if item.role == "assistant" and item.done]
-        self._last_answer = answers[-1] if answers else ""
-        await self.chat.transcript.show(items)
+        if message.attached.session == self.link.session and snapshot is not None:
+            await self.conversation.show(snapshot)
+            self._draw_title(None)
 
     async def on_session_news(self, message: messages.SessionNews) -> None:
         """Apply one event of the session on the screen."""
-        if message.session == self.link.session:
-            await self._apply(message.event)
-
-    async def _apply(self, event: Event) -> None:
-        transcript = self.chat.transcript
-        match event:
-            case OutputTextDelta():
-                transcript.extend(event.item_id, clean(event.delta))
-                self._draw_meter(tok_s=self._rate.add(time.monotonic(), event.n_tokens))
-                if self._status() != ANSWERING:
-                    self._set_status(ANSWERING)
-            case ItemAdded():
-                await transcript.branch(event.item.parent, [ItemView.of(event.item)])
-            case BranchSelected():
-                items = [ItemView.of(item) for item in event.items]
-                self._last_answer = next((item.text for item in reversed(items) if item.role == "assistant"), "")
-                await transcript.branch(event.parent, items)
-            case ResponseCreated():
-                self._busy = True
-                self._rate = Rate()
-                await transcript.branch(event.item.parent, [ItemView.of(event.item)])
-                if self._status().kind != "busy":
-                    self._set_status(StatusView("busy", "thinking", "Esc stops it"))
-            case ResponseCompleted() | ResponseIncomplete():
-                self._finish(event)
-            case ResponseFailed():
-                self._fail(event)
-            case ResponseQueued():
-                self._busy = True
-                self._set_status(_queued_view(event.position, event.why))
-            case ResponsePrefill():
-                self._set_status(_prefill_view(event.done, event.total, event.cached))
-            case ResponsePreempted():
-                self._set_status(StatusView("busy", "set aside for want of memory", "it goes on by itself"))
-            case ResponseResumed():
-                self._set_status(ANSWERING)
-            case SessionUsage():
-                self._draw_meter(context_used=event.context_used, context_max=event.context_max)
-            case SessionUpdated():
-                self._sessions = [event.info if info.id == event.info.id else info for info in self._sessions]
-                self._draw_sessions()
-            case SessionClosed():
-                self._set_status(StatusView("notice", "this conversation's memory was released", "its text stays"))
-            case _:
-                pass
-
-    def _finish(self, event: ResponseCompleted | ResponseIncomplete) -> None:
-        self._busy = False
-        view = ItemView.of(event.item, event.usage, event.timings)
-        self._last_answer = view.text
-        self.chat.transcript.finish(view)
-        self._set_status(StatusView())
-        used = event.usage.input_tokens + event.usage.output_tokens
-        self._draw_meter(ttft_ms=event.timings.ttft_ms, tok_s=event.timings.decode_tok_s or None, context_used=used)
-        self.run_worker(self.link.refresh_sessions(), group="list", exclusive=True)
-
-    def _fail(self, event: ResponseFailed) -> None:
-        self._busy = False
-        transcript = self.chat.transcript
-        answer = transcript.answer_in_progress()
-        text = answer.text if answer is not None and answer.item_id == event.item_id else ""
-        note = clean_line(event.error.message, 300)
-        transcript.finish(ItemView(event.item_id, "assistant", text, True, f"failed: {note}", True))
-        said = list(transcript.query(UserMessage))
-        if said and said[-1].item_id != event.parent:
-            # The daemon rolled the turn back, so what was said is not in the conversation.
-            said[-1].add_class("-lost")
-            self.chat.composer.take_back(said[-1].text)
-        self._set_status(StatusView("error", note, clean_line(event.error.hint or "")))
+        if message.session != self.link.session:
+            return
+        event = message.event
+        if isinstance(event, SessionUpdated):
+            self._sessions = [event.info if info.id == event.info.id else info for info in self._sessions]
+            self._draw_sessions()
+            return
+        await self.conversation.apply(event)
+        if isinstance(event, ResponseCompleted | ResponseIncomplete):
+            self.run_worker(self.link.refresh_sessions(), group="list", exclusive=True)
 
     def on_pool_changed(self, message: messages.PoolChanged) -> None:
         """Show the pool, in the meter and on its page."""
@@ -244,54 +143,174 @@ class ChatApp(App[None]):
         """Show what concerns no session."""
         match message.event:
             case ServerDraining(deadline_s=deadline_s):
-                self._set_status(StatusView("warning", f"the daemon stops within {deadline_s:.0f} s"))
+                self.chat.status = StatusView("warning", f"the daemon stops within {deadline_s:.0f} s")
             case Error(error=body):
-                self._set_status(StatusView("error", clean_line(body.message, 300)))
+                self.chat.status = StatusView("error", clean_line(body.message, 300))
             case RateLimitsUpdated():
                 pass
 
     def on_refused(self, message: messages.Refused) -> None:
         """Show why something was not done, and give the text back."""
-        self._show_error(message.error)
+        self.show_error(message.error)
         if message.text is not None:
             self.chat.composer.take_back(message.text)
 
     # Wishes of the person.
 
-    def on_submitted(self, message: messages.Submitted) -> None:
-        """Send a message."""
-        if self._busy:
-            self._set_status(StatusView("warning", "an answer is in progress", "Esc stops it, then send"))
-            return
+    async def on_submitted(self, message: messages.Submitted) -> None:
+        """Carry a typed command out, or send a message."""
         composer = self.chat.composer
-        composer.clear()
-        self._set_status(StatusView("busy", "sending"))
-        self.link.send(message.text)
+        typed = parse(message.text)
+        if isinstance(typed, Typed):
+            await self._run_typed(typed)
+            return
+        if self.conversation.busy:
+            self.chat.status = StatusView("warning", "an answer is in progress", "Esc stops it, then send")
+            return
+        if self.link.role == "observer":
+            self.chat.status = status_text.WATCHING
+            return
+        self.chat.status = StatusView("busy", "sending")
+        self.chat.transcript.select(None)
+        if message.editing is None:
+            composer.clear()
+            self.link.send(typed)
+        else:
+            composer.end_edit()
+            self.run_worker(self._send_edit(message.editing, typed), group="commands")
+
+    async def _send_edit(self, item: str, text: str) -> None:
+        try:
+            await self.link.edit(item, text)
+        except ChatdError as error:
+            self.show_error(error)
+            self.chat.composer.begin_edit(item, text)
+
+    async def _run_typed(self, typed: Typed) -> None:
+        command = find(COMMANDS, typed.name)
+        if command is None:
+            near = [f"/{close.name}" for close in similar(COMMANDS, typed.name)] if typed.name else []
+            hint = f"did you mean {' or '.join(near)}?" if near else "F1 lists them; // begins a message with /"
+            self.chat.status = StatusView("warning", f"there is no command /{clean_line(typed.name, 40)}", hint)
+            return
+        if command.needs_argument and not typed.argument:
+            self.chat.status = StatusView("warning", f"/{command.name} wants {command.hint}", command.help)
+            return
+        if await self.run_command(command, typed.argument) and self.chat.composer.editing is None:
+            self.chat.composer.clear()
+
+    # Commands.
+
+    @property
+    def context(self) -> Context:
+        """What can be done now."""
+        return Context(
+            connected=self._phase is ConnectionPhase.CONNECTED and self._hello is not None,
+            caps=frozenset(self._hello.caps if self._hello is not None else ()),
+            answering=self.conversation.busy,
+            observer=self.link.role == "observer",
+            exists=self.link.session is not None,
+        )
+
+    def unavailable(self, command: Command) -> str:
+        """Return why a command cannot be carried out now, "" where it can."""
+        return command.unavailable(self.context)
+
+    def _suggest(self, text: str) -> list[Suggestion]:
+        return suggestions(COMMANDS, text, self.context)
+
+    async def run_command(self, command: Command, argument: str = "") -> bool:
+        """Carry a command out where it can be; False where it cannot."""
+        if self.screen is not self.chat and not command.anywhere:
+            return False
+        reason = command.unavailable(self.context)
+        if reason:
+            self.chat.status = StatusView("warning", f"/{command.name}: {reason}")
+            return False
+        if command.needs_argument and not argument:
+            self.chat.write()
+            self.chat.composer.begin_command(f"/{command.name} ")
+            return False
+        try:
+            await command.run(self._actions, argument)
+        except ChatdError as error:
+            self.show_error(error)
+            return False
+        return True
+
+    async def action_command(self, name: str) -> None:
+        """Carry out the command of a key."""
+        command = find(COMMANDS, name)
+        assert command is not None, f"{name} is bound and is no command"
+        await self.run_command(command)
+
+    async def action_leave(self) -> None:
+        """Leave what is open or selected; where nothing is, stop the answer."""
+        if self.screen is not self.chat or not self.chat.leave():
+            await self.action_command("stop")
+
+    async def on_command_chosen(self, message: messages.CommandChosen) -> None:
+        """Carry out what was chosen at a message."""
+        command = find(COMMANDS, message.name)
+        if command is not None:
+            await self.run_command(command, message.argument)
+
+    async def on_branch_chosen(self, message: messages.BranchChosen) -> None:
+        """Show another version, where branches can be shown now."""
+        command = find(COMMANDS, "branch")
+        assert command is not None
+        reason = self.unavailable(command)
+        if reason:
+            self.chat.status = StatusView("warning", f"/branch: {reason}")
+        else:
+            self._actions.show_branch(message.leaf)
+
+    # What commands do to the screen.
 
     async def on_session_chosen(self, message: messages.SessionChosen) -> None:
         """Show another session, or a new one."""
-        await self._open(message.session)
+        await self.open_session(message.session)
 
-    async def _open(self, session: str | None) -> None:
-        self._busy = False
-        self._last_answer = ""
-        self._set_status(StatusView())
-        self._draw_meter(context_used=0 if session is None else None)
-        if session is None:
-            await self.chat.transcript.show([])
+    async def open_session(self, session: str | None, role: AttachRole = "writer") -> None:
+        """Show a session, or a new one for None."""
+        await self.conversation.clear(empty=session is None)
         self.chat.close_overlay()
         self.chat.composer.focus()
-        await self.link.open(session)
+        await self.link.open(session, role)
         self._draw_sessions()
         self._draw_title(None)
+
+    def show_found(self, query: str, found: Sequence[SessionInfo]) -> None:
+        """List what a search found, and open what is chosen."""
+
+        async def chosen(session: str | None) -> None:
+            if session is not None:
+                await self.open_session(session)
+
+        self.push_screen(FoundScreen(clean_line(query), [SessionRow.of(info, None) for info in found]), chosen)
+
+    def open_pool(self) -> None:
+        """Open the pool page."""
+        assert self._hello is not None
+
+        async def closed(_: None) -> None:
+            await self.link.unwatch_page()
+
+        has_map = "pool.map" in self._hello.caps
+        self.push_screen(PoolScreen(self._hello.model.block_size, has_map, self.link.watch_page), closed)
+
+    def open_help(self) -> None:
+        """List the commands and keys."""
+        if not isinstance(self.screen, HelpScreen):
+            self.push_screen(HelpScreen(self.context))
 
     def on_link_chosen(self, message: messages.LinkChosen) -> None:
         """Ask before a link is opened, and open nothing but web pages."""
         href = message.href
         is_plain = href == clean(href) and not any(character.isspace() for character in href)
         if not is_plain or not href.lower().startswith(("http://", "https://")):
-            self._set_status(
-                StatusView("warning", f"not opened: {clean_line(href, 80)}", "only http and https links are")
+            self.chat.status = StatusView(
+                "warning", f"not opened: {clean_line(href, 80)}", "only http and https links are"
             )
             return
 
@@ -301,81 +320,29 @@ class ChatApp(App[None]):
 
         self.push_screen(LinkScreen(href), answered)
 
-    async def action_new_session(self) -> None:
-        """Begin a conversation."""
-        if isinstance(self.screen, ChatScreen):
-            await self._open(None)
-
-    def action_cancel(self) -> None:
-        """Stop the answer, or close what lies over the transcript."""
-        if self.screen is self.chat and self.chat.close_overlay():
-            return
-        if self._busy:
-            self._set_status(StatusView("busy", "stopping"))
-            self.link.cancel()
-
-    def action_copy_answer(self) -> None:
-        """Copy the last answer to the clipboard and to a file."""
-        answer = self.chat.transcript.answer_in_progress()
-        text = answer.text if answer is not None and answer.text else self._last_answer
-        if not text:
-            self._set_status(StatusView("notice", "there is no answer to copy yet"))
-            return
-        fits = len(text.encode("utf-8", "replace")) <= MAX_OSC52_BYTES
-        if fits:
-            self.copy_to_clipboard(text)
-        path = save_copy(text, self._copies)
-        done = "copied" if fits else "too long for the terminal's clipboard"
-        self._set_status(StatusView("notice", done, f"also in {path}" if path else ""))
-
-    def action_pool(self) -> None:
-        """Open the pool page."""
-        if self.screen is not self.chat or self._hello is None:
-            return
-
-        async def closed(_: None) -> None:
-            await self.link.unwatch_page()
-
-        has_map = "pool.map" in self._hello.caps
-        self.push_screen(PoolScreen(self._hello.model.block_size, has_map, self.link.watch_page), closed)
-
-    def action_help(self) -> None:
-        """List the keys."""
-        if not isinstance(self.screen, HelpScreen):
-            self.push_screen(HelpScreen())
-
-    def action_retry(self) -> None:
-        """Connect at once."""
-        self.link.retry_now()
-
     def action_interrupt(self) -> None:
         """Copy the selection, if there is one; pressed twice, quit."""
         composer = self.chat.composer
         selected = composer.selected_text or self.screen.get_selected_text()
         if selected:
             self.copy_to_clipboard(selected)
-            self._set_status(StatusView("notice", "copied the selection"))
+            self.chat.status = StatusView("notice", "copied the selection")
             return
         now = time.monotonic()
         if now - self._interrupted_at < QUIT_WINDOW_S:
             self.exit()
             return
         self._interrupted_at = now
-        self._set_status(StatusView("notice", "press Ctrl+C once more to quit", "answers in progress go on"))
+        self.chat.status = StatusView("notice", "press Ctrl+C once more to quit", "answers in progress go on")
 
     # Drawing.
 
-    def _status(self) -> StatusView:
-        return self.chat.status_line.view
-
-    def _set_status(self, view: StatusView) -> None:
-        self.chat.status_line.view = view
-
-    def _show_error(self, error: ChatdError) -> None:
+    def show_error(self, error: ChatdError) -> None:
+        """Say why something was not done."""
         hint = error.hint or ""
         if isinstance(error, AuthenticationError) and not hint:
             hint = "give a key with --key or CHATD_KEY"
-        self._set_status(StatusView("error", clean_line(error.message, 300), clean_line(hint)))
+        self.chat.status = StatusView("error", clean_line(error.message, 300), clean_line(hint))
 
     def _draw_meter(self, **changes: float | int | None) -> None:
         fields = {name: getattr(self._meter, name) for name in MeterView.__dataclass_fields__}
@@ -384,7 +351,8 @@ class ChatApp(App[None]):
         self.chat.meter.view = self._meter
 
     def _draw_sessions(self) -> None:
-        rows = [SessionRow.of(info, self.link.session) for info in self._sessions]
+        ordered = sorted(self._sessions, key=lambda info: not info.pinned)
+        rows = [SessionRow.of(info, self.link.session) for info in ordered]
         self.chat.sessions.show(rows)
         self._draw_title(None)
 
@@ -393,7 +361,7 @@ class ChatApp(App[None]):
         before = bar.view
         phase, connection = before.phase, before.connection
         if state is not None:
-            phase, connection = state.phase.value, _connection_text(state)
+            phase, connection = state.phase.value, status_text.connection_text(state)
         hello = self._hello
         title = next((info.title for info in self._sessions if info.id == self.link.session), "")
         bar.view = TitleView(
@@ -405,44 +373,6 @@ class ChatApp(App[None]):
             phase=phase,
             connection=connection,
         )
-
-
-def _connection_text(state: ConnectionState) -> str:
-    match state.phase:
-        case ConnectionPhase.CONNECTED:
-            return "connected"
-        case ConnectionPhase.CONNECTING:
-            return "connecting" if state.attempt <= 1 else f"connecting, try {state.attempt}"
-        case ConnectionPhase.WAITING:
-            reason = "the daemon loads" if state.error and state.error.error_code == "loading" else "no connection"
-            return f"{reason}, again in {state.retry_in_s:.0f} s" if state.retry_in_s >= 1 else reason
-        case ConnectionPhase.CLOSED:
-            return "not connected"
-
-
-def _queued_view(position: int, why: str) -> StatusView:
-    place = "next in line" if position <= 1 else f"number {position} in line"
-    return StatusView("busy", f"waiting, {place}", WAIT_REASONS.get(why, clean_line(why, 40)))
-
-
-def _prefill_view(done: int, total: int, cached: int) -> StatusView:
-    progress = f"{short_number(done)} of {short_number(total)} tokens"
-    return StatusView(
-        "busy", f"reading the prompt, {progress}", f"{short_number(cached)} from the cache" if cached else ""
-    )
-
-
-def _progress(snapshot: Snapshot) -> StatusView:
-    """Return the status of an answer that was in progress when its session was opened."""
-    state = snapshot.state
-    answer = snapshot.items[-1] if snapshot.items else None
-    if answer is not None and answer.role == "assistant" and answer.content:
-        return ANSWERING
-    if state.prefill is not None:
-        return _prefill_view(*(int(state.prefill.get(name, 0)) for name in ("done", "total", "cached")))
-    if state.queued is not None:
-        return _queued_view(int(state.queued.get("position", 1)), str(state.queued.get("why", "")))
-    return StatusView("busy", "thinking", "Esc stops it")
 
 
 def run_app(url: str, key: str | None = None, *, on_exit: Callable[[], None] | None = None) -> None:

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any
 
 from textual.message import Message
 
-from chatd.client import Client, ConnectionPhase, ConnectionState
+from chatd.client import Client, ConnectionPhase, ConnectionState, Session
 from chatd.errors import ChatdError, InvalidRequest, NotFound
-from chatd.protocol import Event, Hello, SessionAttached
+from chatd.protocol import AttachRole, Event, Hello, Item, Params, SessionAttached, SessionCreated, SessionInfo
 from chatd_tui.clean import clean_line
 from chatd_tui.messages import (
     ConnectionChanged,
@@ -29,6 +30,15 @@ PAGE_HZ = 4.0
 TITLE_LENGTH = 60
 
 
+@dataclass(frozen=True)
+class Draft:
+    """What a conversation begins with that the daemon does not have yet."""
+
+    title: str | None = None
+    system: str | None = None
+    params: Params = field(default_factory=Params)
+
+
 class DaemonLink:
     """One person's connection to one daemon, with at most one session on the screen.
 
@@ -36,6 +46,9 @@ class DaemonLink:
         url: Of the daemon.
         key: Sent as a bearer token.
         post: Takes every message, in the event loop.
+
+    Attributes:
+        draft: What the next new session begins with.
     """
 
     def __init__(self, url: str, key: str | None, post: Callable[[Message], object]) -> None:
@@ -44,6 +57,8 @@ class DaemonLink:
         self._post = post
         self._client: Client | None = None
         self._session: str | None = None
+        self._role: AttachRole = "writer"
+        self.draft = Draft()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._connected = asyncio.Event()
 
@@ -51,6 +66,17 @@ class DaemonLink:
     def session(self) -> str | None:
         """The session on the screen; None is one that is not created yet."""
         return self._session
+
+    @property
+    def role(self) -> AttachRole:
+        """Whether the session on the screen is only watched."""
+        return self._role
+
+    @property
+    def info(self) -> SessionInfo | None:
+        """The session on the screen as the daemon last described it."""
+        session = self._client.session(self._session) if self._client is not None and self._session else None
+        return session.info if session is not None else None
 
     @property
     def hello(self) -> Hello | None:
@@ -86,10 +112,12 @@ class DaemonLink:
 
     # What the person does.
 
-    async def open(self, session: str | None) -> None:
+    async def open(self, session: str | None, role: AttachRole = "writer") -> None:
         """Show another session, or a new one that is created with its first message."""
         client = self._client
         left, self._session = self._session, session
+        self._role = role
+        self.draft = Draft()
         await self._end("follow")
         if client is None:
             return
@@ -103,6 +131,39 @@ class DaemonLink:
     def send(self, text: str) -> None:
         """Say something in the session on the screen."""
         self._start("send", self._send(text))
+
+    async def edit(self, item: str, text: str) -> None:
+        """Put another message of the user's beside `item`, and have it answered."""
+        await (await self._attached()).edit(item, text).send()
+
+    async def regenerate(self, item: str | None, params: Params | None) -> None:
+        """Have another answer beside `item`, else beside the last one."""
+        await (await self._attached()).regenerate(item, params=params).send()
+
+    async def select_branch(self, leaf: str) -> None:
+        """Show the branch that ends at a message."""
+        await (await self._attached()).select_branch(leaf)
+
+    async def fork(self, at: str | None, title: str | None) -> SessionCreated:
+        """Make a session with the messages up to `at`; it is not shown yet."""
+        session, client = await self._attached(), self._connected_client()
+        forked = await client.fork_session(session.id, at=at, title=title)
+        assert forked.created is not None
+        return forked.created
+
+    async def update(self, **changes: Any) -> SessionInfo:
+        """Change the session on the screen; arguments as for `Client.update_session`."""
+        return await self._connected_client().update_session((await self._attached()).id, **changes)
+
+    async def history(self) -> tuple[SessionInfo, list[Item]]:
+        """Return all of the session on the screen."""
+        return await self._connected_client().get_session((await self._attached()).id)
+
+    async def search(self, query: str) -> list[SessionInfo]:
+        """Return the sessions in which a text is, the archived ones last."""
+        client = self._connected_client()
+        found = await client.list_sessions(limit=100, query=query)
+        return found + await client.list_sessions(limit=100, query=query, archived=True)
 
     def cancel(self) -> None:
         """End the answer in progress."""
@@ -148,17 +209,29 @@ class DaemonLink:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
+    def _connected_client(self) -> Client:
+        if self._client is None or not self._connected.is_set():
+            raise InvalidRequest("there is no connection to the daemon yet", code="not_connected")
+        return self._client
+
+    async def _attached(self) -> Session:
+        client = self._connected_client()
+        if self._session is None:
+            raise InvalidRequest("this conversation has no messages yet", code="no_session")
+        return client.session(self._session) or await client.attach(self._session, role=self._role)
+
     async def _send(self, text: str) -> None:
-        client = self._client
         try:
-            if client is None or not self._connected.is_set():
-                raise InvalidRequest("there is no connection to the daemon yet", code="not_connected")
+            client = self._connected_client()
             if self._session is None:
-                session = await client.create_session(title=clean_line(text, TITLE_LENGTH))
+                draft = self.draft
+                session = await client.create_session(
+                    title=draft.title or clean_line(text, TITLE_LENGTH), system=draft.system, params=draft.params
+                )
                 self._session = session.id
                 self._start("follow", self._follow(session.id))
             else:
-                session = client.session(self._session) or await client.attach(self._session)
+                session = await self._attached()
             await session.send(text)
         except ChatdError as error:
             self._post(Refused(error, text))
@@ -175,7 +248,7 @@ class DaemonLink:
     async def _follow(self, session: str) -> None:
         assert self._client is not None
         try:
-            async for event in self._client.follow(session):
+            async for event in self._client.follow(session, role=self._role):
                 if isinstance(event, SessionAttached):
                     self._post(SessionOpened(event))
                 else:

@@ -69,11 +69,29 @@ class Refused(Message):
 
 
 class Submitted(Message):
-    """The person sends a message."""
+    """The person sends what is typed; `editing` is the message that it is to stand beside."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, editing: str | None = None) -> None:
         super().__init__()
         self.text = text
+        self.editing = editing
+
+
+class CommandChosen(Message):
+    """The person wants a command carried out; `argument` is what stands after its name."""
+
+    def __init__(self, name: str, argument: str = "") -> None:
+        super().__init__()
+        self.name = name
+        self.argument = argument
+
+
+class BranchChosen(Message):
+    """The person wants to see another version of a message: the branch that ends at `leaf`."""
+
+    def __init__(self, leaf: str) -> None:
+        super().__init__()
+        self.leaf = leaf
 
 
 class SessionChosen(Message):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from chatd.protocol import Item, SessionInfo, Timings, Usage
+from chatd.protocol import Item, SessionInfo, Siblings, Timings, Usage
 from chatd_tui.clean import clean, clean_line
 
 WAIT_REASONS = {
@@ -17,6 +17,8 @@ WAIT_REASONS = {
     "restore": "being restored",
     "grammar": "preparing the grammar",
 }
+TIERS = {"device": "in memory", "host": "in host memory", "disk": "on disk", "tokens": "text only"}
+"""Where a conversation's KV is, as the screen says it; of "tokens" nothing is left but the ids."""
 END_REASONS = {
     "max_output_tokens": "reached the token limit",
     "context": "the context is full",
@@ -38,6 +40,7 @@ class MeterView:
     ttft_ms: float | None = None
     context_used: int | None = None
     context_max: int | None = None
+    tier: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class ItemView:
         done: Whether more can come.
         note: A dim line under it: how it ended and what it took.
         trouble: Whether the note tells of one.
+        siblings: Which version of how many it is, where there are several.
     """
 
     id: str
@@ -59,6 +63,7 @@ class ItemView:
     done: bool = True
     note: str = ""
     trouble: bool = False
+    siblings: Siblings | None = None
 
     @classmethod
     def of(cls, item: Item, usage: Usage | None = None, timings: Timings | None = None) -> ItemView:
@@ -66,7 +71,8 @@ class ItemView:
         note, trouble = "", False
         if item.role == "assistant" and item.status != "in_progress":
             note, trouble = ending(item, usage or item.usage, timings or item.timings)
-        return cls(item.id, item.role, clean(item.content), item.status != "in_progress", note, trouble)
+        siblings = item.siblings if item.siblings is not None and item.siblings.count > 1 else None
+        return cls(item.id, item.role, clean(item.content), item.status != "in_progress", note, trouble, siblings)
 
 
 @dataclass(frozen=True)
@@ -82,9 +88,15 @@ class SessionRow:
     @classmethod
     def of(cls, info: SessionInfo, current: str | None) -> SessionRow:
         """Build from the protocol's description."""
-        place = "" if info.tier == "device" else f" · {clean_line(info.tier, 8)}"
-        detail = f"{info.num_items} msg · {short_number(info.context_used)} tok{place}"
+        place = "" if info.tier == "device" else f" · {tier_word(info.tier)}"
+        flags = f"{'pinned · ' if info.pinned else ''}{'archived · ' if info.archived else ''}"
+        detail = f"{flags}{info.num_items} msg · {short_number(info.context_used)} tok{place}"
         return cls(info.id, clean_line(info.title, 80) or "untitled", detail, info.busy, info.id == current)
+
+
+def tier_word(tier: str) -> str:
+    """Say where a conversation's KV is."""
+    return TIERS.get(tier, clean_line(tier, 12))
 
 
 def ending(item: Item, usage: Usage | None, timings: Timings | None) -> tuple[str, bool]:
@@ -101,6 +113,8 @@ def ending(item: Item, usage: Usage | None, timings: Timings | None) -> tuple[st
         parts.append(f"first after {duration_ms(timings.ttft_ms)}")
     if usage is not None and usage.cached_tokens > 0 and usage.input_tokens > 0:
         parts.append(f"{percent(usage.cached_tokens / usage.input_tokens)} of the prompt cached")
+    if timings is not None and timings.preemptions > 0:
+        parts.append(f"set aside {'once' if timings.preemptions == 1 else f'{timings.preemptions} times'}")
     return " · ".join(parts), trouble
 
 

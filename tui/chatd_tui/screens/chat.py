@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from textual import events
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
 
+from chatd_tui.command_table import bottom_keys, message_bottom_keys, message_keys
 from chatd_tui.widgets.composer import Composer
 from chatd_tui.widgets.key_line import KeyLine
 from chatd_tui.widgets.meter import Meter
 from chatd_tui.widgets.session_list import SessionList
-from chatd_tui.widgets.status import StatusLine, TitleBar
+from chatd_tui.widgets.status import StatusLine, StatusView, TitleBar
+from chatd_tui.widgets.suggestion_list import SuggestionList
 from chatd_tui.widgets.transcript import Transcript
 
-KEYS = (
-    ("F1", "help"),
-    ("F2", "pool"),
-    ("F3", "conversations"),
-    ("Esc", "stop"),
-    ("^N", "new"),
-    ("^Y", "copy"),
-    ("^Q", "quit"),
-)
 WIDE = 100
 LOW = 14
 
@@ -44,20 +34,18 @@ class ChatScreen(Screen[None]):
         layers: base above;
     }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("f3,ctrl+l", "toggle_sessions", "Sessions"),
-        Binding("ctrl+home", "first_messages", "First messages", show=False),
-    ]
 
     def __init__(self) -> None:
         super().__init__()
         self._sessions_wanted: bool | None = None
         self.title_bar = TitleBar()
         self.sessions = SessionList(id="sessions")
-        self.transcript = Transcript(id="transcript")
+        self.transcript = Transcript(message_keys(), self.write, id="transcript")
         self.status_line = StatusLine()
-        self.composer = Composer(id="composer")
+        self.suggestions = SuggestionList()
+        self.composer = Composer(self.suggestions, self.select_message, id="composer")
         self.meter = Meter()
+        self.key_line = KeyLine(bottom_keys())
 
     def compose(self) -> ComposeResult:
         """Lay out."""
@@ -67,9 +55,10 @@ class ChatScreen(Screen[None]):
             with Vertical(id="conversation"):
                 yield self.transcript
                 yield self.status_line
+                yield self.suggestions
                 yield self.composer
         yield self.meter
-        yield KeyLine(KEYS)
+        yield self.key_line
 
     def on_mount(self) -> None:
         """Begin at the input."""
@@ -87,7 +76,7 @@ class ChatScreen(Screen[None]):
         self.set_class(height < LOW, "-low")
         self.set_class(shown, "-sessions")
 
-    def action_toggle_sessions(self) -> None:
+    def toggle_sessions(self) -> None:
         """Show the sessions and give them the keyboard; hide them when they have it."""
         if self.has_class("-sessions") and self.sessions.has_focus:
             self._sessions_wanted = False
@@ -98,6 +87,34 @@ class ChatScreen(Screen[None]):
         self._arrange(self.size.width, self.size.height)
         self.sessions.focus()
 
+    @property
+    def status(self) -> StatusView:
+        """The line above the input."""
+        return self.status_line.view
+
+    @status.setter
+    def status(self, view: StatusView) -> None:
+        self.status_line.view = view
+
+    def write(self, text: str = "") -> None:
+        """Give the keyboard to the input, with what was typed elsewhere."""
+        self.set_focus(self.composer)
+        if text:
+            self.composer.insert(text)
+
+    def select_message(self) -> None:
+        """Give the keyboard to the messages: the selected one, else the last."""
+        views = self.transcript.views()
+        if not views:
+            return
+        self.set_focus(self.transcript)
+        if self.transcript.selected is None:
+            self.transcript.select(views[-1].id)
+
+    def on_descendant_focus(self) -> None:
+        """Name the keys that work where the keyboard is."""
+        self.key_line.keys = message_bottom_keys() if self.transcript.has_focus else bottom_keys()
+
     def action_scroll_transcript(self, pages: int) -> None:
         """Scroll the transcript from the input."""
         transcript = self.transcript
@@ -106,11 +123,23 @@ class ChatScreen(Screen[None]):
         else:
             transcript.scroll_page_down(animate=False)
 
-    def action_first_messages(self) -> None:
+    def show_first_messages(self) -> None:
         """Draw the messages above and go to the first one."""
         transcript = self.transcript
         transcript.show_earlier()
         transcript.scroll_home(animate=False)
+
+    def leave(self) -> bool:
+        """Leave the innermost thing that is open and go to the input; False if nothing was."""
+        composer, transcript = self.composer, self.transcript
+        if self.suggestions.view.rows and composer.has_focus:
+            composer.clear()
+        elif transcript.has_focus or (transcript.selected is not None and not composer.text):
+            transcript.select(None)
+            composer.focus()
+        elif not composer.leave_edit():
+            return self.close_overlay()
+        return True
 
     def close_overlay(self) -> bool:
         """Hide the sessions where they lie over the transcript; False if there was nothing to hide."""

@@ -1,73 +1,89 @@
-"""All keys, and the question before a link is opened."""
+"""All keys and commands, and the question before a link is opened."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
+from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical
+from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
+from chatd_tui.command_table import COMMANDS
+from chatd_tui.commands import Context, key_names
+
 KEYS = (
-    (
-        "Writing",
-        (
-            ("Enter", "send"),
-            ("Shift+Enter, Alt+Enter, Ctrl+J", "new line"),
-            ("\\ then Enter", "new line, in any terminal"),
-        ),
-    ),
-    (
-        "Reading",
-        (
-            ("PgUp, PgDn", "scroll"),
-            ("Ctrl+Home", "earlier messages"),
-            ("Ctrl+Y", "copy the last answer"),
-            ("Esc", "stop the answer"),
-        ),
-    ),
-    (
-        "Going about",
-        (
-            ("F2, Ctrl+P", "the memory pool"),
-            ("F3, Ctrl+L", "conversations"),
-            ("Ctrl+N", "new conversation"),
-            ("Ctrl+R", "connect at once"),
-            ("Ctrl+Q, or Ctrl+C twice", "quit; answers go on"),
-        ),
-    ),
+    ("Enter", "send"),
+    ("Shift+Enter, Alt+Enter, Ctrl+J", "new line"),
+    ("\\ then Enter", "new line, in any terminal"),
+    ("/", "a command; Tab completes it, ↑ and ↓ choose"),
+    ("//", "a message that begins with /"),
+    ("Tab", "from the input to the messages and back"),
+    ("↑, ↓", "select the message above or below; a click selects one too"),
+    ("PgUp, PgDn", "scroll"),
+    ("Esc", "leave what is open or selected; else stop the answer"),
+    ("Ctrl+C", "copy the selected text; twice: quit"),
 )
+"""Keys that belong to no command."""
+USAGE_WIDTH = 28
+KEY_WIDTH = 11
+
+
+def help_lines(context: Context) -> Content:
+    """Return all keys and commands; what cannot be done now is faint, and says why."""
+    lines = [Content.styled("Keys", "bold $primary")]
+    lines += [Content.assemble((f"  {key.ljust(32)}", "bold"), (meaning, "$muted")) for key, meaning in KEYS]
+    for section in dict.fromkeys(command.section for command in COMMANDS):
+        lines += [Content(""), Content.styled(section, "bold $primary")]
+        for command in COMMANDS:
+            if command.section == section:
+                reason = command.unavailable(context)
+                keys = ", ".join(key_names(command))
+                lines.append(
+                    Content.assemble(
+                        (f"  {command.usage.ljust(USAGE_WIDTH)}", "$faint" if reason else "bold"),
+                        (f"{keys.ljust(KEY_WIDTH)} ", "$primary"),
+                        (reason or command.help, "$faint" if reason else "$muted"),
+                    )
+                )
+    lines += [Content(""), Content.styled("↑ ↓ scroll; any other key closes this", "$faint")]
+    return Content("\n").join(lines)
 
 
 class HelpScreen(ModalScreen[None]):
-    """Lists the keys; any key closes it."""
+    """Lists keys and commands; any key that does not scroll closes it.
+
+    Args:
+        context: What can be done now.
+    """
 
     DEFAULT_CSS = """
     HelpScreen {
         align: center middle;
-        & > Static {
-            width: 68; max-width: 100%; height: auto; max-height: 100%;
-            padding: 1 3; border: round $primary; background: $surface;
+        & > VerticalScroll {
+            width: 104; max-width: 100%; height: auto; max-height: 100%; scrollbar-size-vertical: 1;
+            padding: 1 2; border: round $primary; background: $surface;
         }
+        & Static { height: auto; }
     }
     """
 
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self._now = context
+
     def compose(self) -> ComposeResult:
         """Lay out."""
-        lines: list[Content] = []
-        for title, keys in KEYS:
-            lines += [Content.styled(title, "bold $primary")]
-            lines += [Content.assemble((f"  {key.ljust(32)}", "bold"), (meaning, "$muted")) for key, meaning in keys]
-            lines += [Content("")]
-        lines += [Content.styled("any key closes this", "$faint")]
-        yield Static(Content("\n").join(lines), markup=False)
+        with VerticalScroll():
+            yield Static(help_lines(self._now), markup=False)
 
-    def on_key(self) -> None:
-        """Close."""
-        self.dismiss()
+    def on_key(self, event: events.Key) -> None:
+        """Close, unless the key scrolls."""
+        if event.key not in ("up", "down", "pageup", "pagedown", "home", "end"):
+            self.dismiss()
 
     def on_click(self) -> None:
         """Close."""

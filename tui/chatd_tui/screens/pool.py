@@ -119,7 +119,7 @@ class PoolScreen(Screen[None]):
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,f2,ctrl+p,q", "close_page", "Back"),
+        Binding("escape,f2,q", "close_page", "Back"),
         Binding("up", "scroll_sessions(-1)", "Scroll", show=False),
         Binding("down", "scroll_sessions(1)", "Scroll", show=False),
     ]

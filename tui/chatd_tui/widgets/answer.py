@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from textual import events
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
@@ -13,8 +14,10 @@ from textual.widgets import Static
 
 from chatd_tui.highlighting import Highlighter
 from chatd_tui.markdown_stream import FenceSplitter
+from chatd_tui.messages import BranchChosen
 from chatd_tui.views import ItemView
 from chatd_tui.widgets.markdown_view import MarkdownView
+from chatd_tui.widgets.versions import leaf_at, marker
 
 FLUSH_INTERVAL_S = 0.1
 
@@ -33,6 +36,7 @@ class AnswerMessage(Vertical):
         & .note { height: auto; color: $faint; display: none; }
         & .note.-shown { display: block; margin-top: 1; }
         & .note.-trouble { color: $warning; }
+        &.-selected { border-left: thick $accent; padding: 0 1; }
     }
     """
 
@@ -81,8 +85,8 @@ class AnswerMessage(Vertical):
 
     def on_mount(self) -> None:
         """Draw what the view holds, and begin to flush where more can come."""
+        self._show_note()
         if self._view.done:
-            self._show_note()
             return
         self._dirty = True
         self._timer = self.set_interval(FLUSH_INTERVAL_S, self._flush)
@@ -97,7 +101,7 @@ class AnswerMessage(Vertical):
 
     def finish(self, view: ItemView) -> None:
         """Draw the finished answer; its text is right whatever came before."""
-        self._view = view
+        self._view = view if view.siblings else replace(view, siblings=self._view.siblings)
         if self._timer is not None:
             self._ready += self._splitter.end().markdown
             self._fence = ""
@@ -129,6 +133,18 @@ class AnswerMessage(Vertical):
         self._not_before = now + 2 * (now - started) - FLUSH_INTERVAL_S
 
     def _show_note(self) -> None:
-        self._note.update(Content(self._view.note))
-        self._note.set_class(bool(self._view.note), "-shown")
-        self._note.set_class(self._view.trouble, "-trouble")
+        view = self._view
+        parts = [marker(view.siblings), Content(view.note)]
+        self._note.update(Content(" · ").join([part for part in parts if part]))
+        self._note.set_class(any(parts), "-shown")
+        self._note.set_class(view.trouble, "-trouble")
+
+    def on_click(self, event: events.Click) -> None:
+        """Show another version where the mark is clicked."""
+        offset = event.get_content_offset(self._note)
+        if offset is None or offset.y != 0:
+            return
+        leaf = leaf_at(self._view.siblings, offset.x)
+        if leaf is not None:
+            event.stop()
+            self.post_message(BranchChosen(leaf))

@@ -1,7 +1,11 @@
-"""The input: Enter sends; Shift+Enter, Alt+Enter, Ctrl+J or a backslash at the end make a line."""
+"""The input: Enter sends; Shift+Enter, Alt+Enter, Ctrl+J or a backslash at the end make a line.
+
+A slash at the beginning offers commands; Tab takes one. A message that is edited stands here until it is sent or left.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from textual import events
@@ -9,20 +13,32 @@ from textual.binding import Binding, BindingType
 from textual.widgets import TextArea
 
 from chatd_tui.clean import clean
+from chatd_tui.commands import Suggestion, as_typed
 from chatd_tui.keys import NEWLINE_KEYS
 from chatd_tui.messages import Submitted
+from chatd_tui.widgets.suggestion_list import SuggestionList
 
 MAX_LINES = 8
 
 
 class Composer(TextArea):
-    """A text area that says `Submitted` and is as high as its text, up to `MAX_LINES`."""
+    """A text area that says `Submitted` and is as high as its text, up to `MAX_LINES`.
+
+    Args:
+        offered: Where commands are offered.
+        select: Gives the keyboard to the messages.
+
+    Attributes:
+        suggest: What a begun command can become.
+        editing: The message that is edited here.
+    """
 
     DEFAULT_CSS = """
     Composer {
         height: 3; padding: 0 1; scrollbar-size-vertical: 1;
         background: $surface; border: round $line;
         &:focus { border: round $primary; }
+        &.-editing { border: round $accent; border-title-color: $accent; }
         & .text-area--cursor-line { background: transparent; }
     }
     """
@@ -31,20 +47,30 @@ class Composer(TextArea):
         Binding("pagedown", "screen.scroll_transcript(1)", show=False),
     ]
 
-    def __init__(self, *, id: str | None = None) -> None:
+    def __init__(self, offered: SuggestionList, select: Callable[[], None], *, id: str | None = None) -> None:
         super().__init__(
             id=id,
             soft_wrap=True,
             show_line_numbers=False,
             tab_behavior="focus",
             highlight_cursor_line=False,
-            placeholder="Ask something…",
+            placeholder="Ask something, or / for commands",
         )
         self._num_lines = 1
+        self._offered = offered
+        self._select = select
+        self._draft = ""
+        self.suggest: Callable[[str], Sequence[Suggestion]] = lambda _: ()
+        self.editing: str | None = None
 
     def on_text_area_changed(self) -> None:
-        """Be as high as the text."""
+        """Be as high as the text, and offer commands."""
         self._fit()
+        self._offer()
+
+    def _offer(self) -> None:
+        begun = self.document.line_count == 1 and self.document.get_line(0).startswith("/")
+        self._offered.show(self.suggest(self.text) if begun else ())
 
     def on_resize(self) -> None:
         """Be as high as the text is at another width."""
@@ -59,15 +85,33 @@ class Composer(TextArea):
 
     async def _on_key(self, event: events.Key) -> None:
         if event.key == "enter":
-            event.stop()
-            event.prevent_default()
             self._enter()
         elif event.key in NEWLINE_KEYS:
-            event.stop()
-            event.prevent_default()
             self.insert("\n")
+        elif event.key in ("tab", "shift+tab"):
+            if event.key == "tab" and self._offered.view.rows:
+                self._complete()
+            else:
+                self._select()
+        elif event.key in ("up", "down") and self._offered.view.rows:
+            self._offered.move(-1 if event.key == "up" else 1)
         else:
             await super()._on_key(event)
+            return
+        event.stop()
+        event.prevent_default()
+
+    def _complete(self) -> None:
+        # Keys come faster than what they change is told, so what is offered is made anew.
+        self._offer()
+        marked = self._offered.marked
+        if marked is not None and marked.text != self.text:
+            self._write(marked.text)
+            self._offer()
+
+    def _write(self, text: str) -> None:
+        self.load_text(text)
+        self.move_cursor(self.document.end)
 
     async def _on_paste(self, event: events.Paste) -> None:
         # What is pasted may come from anywhere, and is drawn like remote text.
@@ -79,11 +123,41 @@ class Composer(TextArea):
         if self.selection.is_empty and column and self.document.get_line(row)[:column].endswith("\\"):
             self.replace("\n", (row, column - 1), (row, column))
             return
-        if self.text.strip():
-            self.post_message(Submitted(self.text.strip("\n")))
+        if self._offered.moved and self._offered.view.rows:
+            self._complete()
+        elif self.text.strip():
+            self.post_message(Submitted(self.text.strip("\n"), self.editing))
 
-    def take_back(self, text: str) -> None:
+    def take_back(self, message: str) -> None:
         """Put a message that was refused back, unless something else was begun."""
         if not self.text.strip():
-            self.load_text(text)
-            self.move_cursor(self.document.end)
+            self._write(as_typed(message))
+
+    def begin_command(self, text: str) -> None:
+        """Let a command be finished here."""
+        self._write(text)
+        self._offer()
+
+    def begin_edit(self, item_id: str, message: str) -> None:
+        """Edit a message here; what was begun comes back when it is left."""
+        if self.editing is None:
+            self._draft = self.text
+        self.editing = item_id
+        self.border_title = "another version of this message · Esc leaves it"
+        self.add_class("-editing")
+        self._write(as_typed(message))
+
+    def leave_edit(self) -> bool:
+        """Go back to what was begun before; False where nothing is edited."""
+        if self.editing is None:
+            return False
+        self.end_edit()
+        return True
+
+    def end_edit(self) -> None:
+        """Show what was begun before the edit."""
+        self.editing = None
+        self.border_title = None
+        self.remove_class("-editing")
+        self._write(self._draft)
+        self._draft = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from textual.content import Content
+from textual.reactive import reactive
 from textual.widget import Widget
 
 Keys = Sequence[tuple[str, str]]
@@ -30,10 +31,12 @@ class KeyLine(Widget):
     KeyLine { height: 1; padding: 0 1; background: $surface; }
     """
 
+    keys: reactive[tuple[tuple[str, str], ...]] = reactive(())
+
     def __init__(self, keys: Keys) -> None:
         super().__init__()
-        self._keys = keys
+        self.set_reactive(KeyLine.keys, tuple(keys))
 
     def render(self) -> Content:
         """Draw."""
-        return key_line(self._keys, self.content_size.width)
+        return key_line(self.keys, self.content_size.width)

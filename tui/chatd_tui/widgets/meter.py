@@ -6,7 +6,7 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from chatd_tui.views import MeterView, duration_ms, percent, rate, short_number
+from chatd_tui.views import TIERS, MeterView, duration_ms, percent, rate, short_number, tier_word
 
 BAR_CELLS = 8
 SEPARATOR = " · "
@@ -37,6 +37,11 @@ def meter_line(view: MeterView, width: int) -> Content:
         fields.append((4, _field("TTFT", duration_ms(view.ttft_ms))))
     if view.context_used is not None and view.context_max:
         fields.append((3, _context(view.context_used, view.context_max)))
+    if view.tier:
+        # That it is in memory is what one expects, and the first thing to leave out.
+        at_home = view.tier == "device"
+        style = "$muted" if at_home or view.tier not in TIERS else "$warning"
+        fields.append((5 if at_home else 2, Content.styled(tier_word(view.tier), style)))
     while len(fields) > 1 and _width(fields) > width:
         fields.remove(max(fields, key=lambda field: field[0]))
     if view.blocks and _width(fields) > width:
@@ -49,7 +54,7 @@ def _field(name: str, value: str) -> Content:
 
 
 def _context(used: int, maximum: int) -> Content:
-    style = "bold $warning" if used > 0.85 * maximum else "bold"
+    style = "bold $error" if used > 0.9 * maximum else "bold $warning" if used > 0.7 * maximum else "bold"
     return Content.assemble(("ctx ", "$muted"), (short_number(used), style), (f"/{short_number(maximum)}", "$muted"))
 
 

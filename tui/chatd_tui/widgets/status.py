@@ -17,6 +17,10 @@ KINDS = {
 }
 
 
+# A hint that would be cut shorter than this is left out.
+MIN_HINT = 16
+
+
 @dataclass(frozen=True)
 class StatusView:
     """One line; `kind` is a key of `KINDS`."""
@@ -50,8 +54,12 @@ class StatusLine(Widget):
         """Draw."""
         mark, style = KINDS[self.view.kind]
         hint = f" · {self.view.hint}" if self.view.hint else ""
-        line = Content.assemble((mark, style), (self.view.text, style), (hint, "$muted"))
-        return line.truncate(max(1, self.content_size.width), ellipsis=True)
+        width = max(1, self.content_size.width)
+        line = Content.assemble((mark, style), (self.view.text, style))
+        longer = Content.assemble(line, (hint, "$muted"))
+        if longer.cell_length <= width or line.cell_length < width - MIN_HINT:
+            line = longer
+        return line.truncate(width, ellipsis=True)
 
 
 class TitleBar(Widget):

@@ -16,7 +16,8 @@ KEYS = (
     ("Esc", "stop the answer"),
     ("F2", "see the memory of everybody's conversations, live"),
     ("F3", "your conversations"),
-    ("F1", "all keys"),
+    ("/", "commands: edit, regenerate, fork, search, export …"),
+    ("F1", "all commands and keys"),
 )
 
 

@@ -1,0 +1,273 @@
+"""What each command does. A handler gets what was typed after the command's name, "" from a key."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chatd.errors import ChatdError, InvalidRequest
+from chatd.protocol import Params
+from chatd_tui import settings, status_text
+from chatd_tui.clean import clean_line
+from chatd_tui.clipboard import MAX_OSC52_BYTES, save_copy
+from chatd_tui.export import as_json, as_markdown, code_blocks, write_new
+from chatd_tui.views import ItemView
+from chatd_tui.widgets.status import StatusView
+
+if TYPE_CHECKING:
+    from chatd_tui.app import ChatApp
+
+MAX_TITLE = 200
+
+
+class Actions:
+    """The handlers of the commands.
+
+    Args:
+        app: What they act on.
+        copies: The folder that keeps what was copied last.
+    """
+
+    def __init__(self, app: ChatApp, copies: Path) -> None:
+        self._app = app
+        self._copies = copies
+
+    def _say(self, text: str, hint: str = "", kind: str = "notice") -> None:
+        self._app.chat.status = StatusView(kind, text, hint)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Carry something out that waits for the daemon, and say why where it refuses."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except ChatdError as error:
+                self._app.show_error(error)
+
+        self._app.run_worker(guarded(), group="commands")
+
+    # Messages.
+
+    async def edit(self, argument: str) -> None:
+        """Put the selected message of the user's, or the one before what is selected, into the input."""
+        views = self._upto_selected()
+        said = next((view for view in reversed(views) if view.role == "user"), None)
+        if said is None:
+            self._say("there is no message of yours to edit")
+            return
+        self._app.chat.transcript.select(said.id)
+        self._app.chat.composer.begin_edit(said.id, argument or said.text)
+        self._app.chat.write()
+
+    async def regenerate(self, argument: str) -> None:
+        """Ask for another answer."""
+        params = settings.changed(Params(), argument) if argument else None
+        selected = self._app.chat.transcript.selected
+        item = selected.id if selected is not None and selected.role != "system" else None
+        self._say("asking again", kind="busy")
+        self._start(self._app.link.regenerate(item, params))
+
+    async def branch(self, argument: str) -> None:
+        """Show the version before or after."""
+        if argument not in ("", "previous", "next"):
+            self._say(f"{clean_line(argument, 40)!r} is neither previous nor next", kind="warning")
+            return
+        selected = self._app.chat.transcript.selected
+        views = [selected] if selected is not None else self._app.chat.transcript.views()
+        siblings = next((view.siblings for view in reversed(views) if view.siblings is not None), None)
+        if siblings is None:
+            self._say("this message has one version" if selected else "no message here has several versions")
+            return
+        leaf = siblings.next if argument == "next" else siblings.previous
+        if not argument:
+            leaf = siblings.next or siblings.previous
+        if leaf is None:
+            self._say(f"this is the {'last' if argument == 'next' else 'first'} of {siblings.count} versions")
+            return
+        self.show_branch(leaf)
+
+    def show_branch(self, leaf: str) -> None:
+        """Show the branch that ends at a message."""
+        self._start(self._app.link.select_branch(leaf))
+
+    async def fork(self, argument: str) -> None:
+        """Make a conversation of the messages up to here, and show it."""
+        at = self._app.chat.transcript.selected
+        if at is not None and at.role == "system":
+            at = None
+        if (at is None and self._app.context.answering) or (at is not None and not at.done):
+            # What is in progress cannot be shared.
+            ended = [view for view in self._app.chat.transcript.views() if view.done and view.role != "system"]
+            at = ended[-1] if ended else None
+        info = self._app.link.info
+        title = argument or (f"{info.title[: MAX_TITLE - 20]} (fork)" if info is not None and info.title else None)
+        self._start(self._fork(at, title[:MAX_TITLE] if title else None))
+
+    async def _fork(self, at: ItemView | None, title: str | None) -> None:
+        created = await self._app.link.fork(at.id if at is not None else None, title)
+        await self._app.open_session(created.session.id)
+        self._app.chat.status = status_text.forked(created)
+
+    async def copy(self, argument: str) -> None:
+        """Copy a message or one of its code blocks to the clipboard and to a file."""
+        selected = self._app.chat.transcript.selected
+        text = selected.text if selected is not None else self._app.conversation.last_answer()
+        what = "copied"
+        if not text:
+            self._say("there is no answer to copy yet")
+            return
+        if argument:
+            blocks = code_blocks(text)
+            number = len(blocks) if argument == "code" else int(argument) if argument.isdecimal() else 0
+            if not 1 <= number <= len(blocks):
+                have = f"it has {len(blocks)}" if blocks else "it has none"
+                self._say(f"there is no code block {clean_line(argument, 20)} in this message", have, "warning")
+                return
+            text, what = blocks[number - 1], f"copied code block {number} of {len(blocks)}"
+        fits = len(text.encode("utf-8", "replace")) <= MAX_OSC52_BYTES
+        if fits:
+            self._app.copy_to_clipboard(text)
+        path = save_copy(text, self._copies)
+        self._say(what if fits else "too long for the terminal's clipboard", f"also in {path}" if path else "")
+
+    async def stop(self, _: str) -> None:
+        """End the answer in progress."""
+        if self._app.context.answering:
+            self._say("stopping", kind="busy")
+            self._app.link.cancel()
+
+    async def first(self, _: str) -> None:
+        """Go to the first message."""
+        self._app.chat.show_first_messages()
+
+    def _upto_selected(self) -> list[ItemView]:
+        views, selected = self._app.chat.transcript.views(), self._app.chat.transcript.selected
+        place = next((n for n, view in enumerate(views) if selected is not None and view.id == selected.id), None)
+        return views if place is None else views[: place + 1]
+
+    # Conversations.
+
+    async def new(self, _: str) -> None:
+        """Begin a conversation."""
+        await self._app.open_session(None)
+
+    async def conversations(self, _: str) -> None:
+        """Show or hide the list."""
+        self._app.chat.toggle_sessions()
+
+    async def search(self, argument: str) -> None:
+        """Find conversations."""
+        self._start(self._search(argument[:MAX_TITLE]))
+
+    async def _search(self, query: str) -> None:
+        self._app.show_found(query, await self._app.link.search(query))
+
+    async def rename(self, argument: str) -> None:
+        """Give a title."""
+        title = clean_line(argument, MAX_TITLE)
+        if not self._app.context.exists:
+            self._app.link.draft = replace(self._app.link.draft, title=title)
+            self._say(f"it will be called {title}")
+            return
+        self._start(self._update(f"called {title} now", title=title))
+
+    async def pin(self, _: str) -> None:
+        """Pin, or no longer."""
+        info = self._app.link.info
+        pinned = not (info is not None and info.pinned)
+        self._start(self._update("pinned" if pinned else "no longer pinned", pinned=pinned))
+
+    async def archive(self, _: str) -> None:
+        """Archive, or no longer."""
+        info = self._app.link.info
+        archived = not (info is not None and info.archived)
+        done = "archived; /search finds it" if archived else "no longer archived"
+        self._start(self._update(done, archived=archived))
+
+    async def _update(self, done: str, **changes: Any) -> None:
+        await self._app.link.update(**changes)
+        self._say(done)
+        await self._app.link.refresh_sessions()
+
+    async def system(self, argument: str) -> None:
+        """Show or set the system prompt."""
+        link = self._app.link
+        if not argument:
+            system = link.info.system if link.info is not None else link.draft.system
+            self._say(f"system prompt: {clean_line(system, 300)}" if system else "there is no system prompt")
+        elif self._app.context.exists:
+            self._start(self._set_system(argument))
+        else:
+            link.draft = replace(link.draft, system=argument)
+            self._say("the conversation will begin with this system prompt")
+
+    async def _set_system(self, system: str) -> None:
+        info = await self._app.link.update(system=system)
+        await self._app.open_session(info.id)
+        self._say("the system prompt is set")
+
+    async def set(self, argument: str) -> None:
+        """Show or set parameters."""
+        link = self._app.link
+        current = link.info.params if link.info is not None else link.draft.params
+        if not argument:
+            text = clean_line(settings.shown(current), 300)
+            self._say(text or "no parameter is set", "the rest is the model's own" if text else "the model's own hold")
+            return
+        params = settings.changed(current, argument)
+        done = clean_line(settings.shown(params), 300) or "no parameter is set"
+        if self._app.context.exists:
+            self._start(self._update(done, params=params))
+        else:
+            link.draft = replace(link.draft, params=params)
+            self._say(done, "from the first message on")
+
+    async def watch(self, _: str) -> None:
+        """Become an observer, or a writer again."""
+        link = self._app.link
+        role = "writer" if link.role == "observer" else "observer"
+        await self._app.open_session(link.session, role)  # type: ignore[arg-type]
+        self._app.chat.status = (
+            status_text.WATCHING if role == "observer" else StatusView("notice", "you take part again")
+        )
+
+    async def export(self, argument: str) -> None:
+        """Write the conversation to a file."""
+        self._start(self._export(argument))
+
+    async def _export(self, name: str) -> None:
+        info, items = await self._app.link.history()
+        text = as_json(info, items) if name.lower().endswith(".json") else as_markdown(info, items)
+        try:
+            path = await asyncio.to_thread(write_new, name, text)
+        except FileExistsError:
+            raise InvalidRequest(f"{name} exists already", hint="name another file") from None
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise InvalidRequest(f"cannot write {name}: {reason.lower()}") from None
+        self._say(f"written to {clean_line(str(path))}", f"{len(items)} messages")
+
+    # Going about.
+
+    async def pool(self, _: str) -> None:
+        """Open the pool page."""
+        self._app.open_pool()
+
+    async def palette(self, _: str) -> None:
+        """Open the palette."""
+        self._app.action_command_palette()
+
+    async def help(self, _: str) -> None:
+        """List the commands and keys."""
+        self._app.open_help()
+
+    async def connect(self, _: str) -> None:
+        """Connect at once."""
+        self._app.link.retry_now()
+
+    async def quit(self, _: str) -> None:
+        """Leave."""
+        self._app.exit()

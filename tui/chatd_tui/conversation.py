@@ -1,0 +1,164 @@
+"""The conversation on the screen: what its events change there. It knows the widgets and nothing of the connection."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from chatd.protocol import (
+    BranchSelected,
+    Event,
+    ItemAdded,
+    OutputTextDelta,
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseFailed,
+    ResponseIncomplete,
+    ResponsePreempted,
+    ResponsePrefill,
+    ResponseQueued,
+    ResponseResumed,
+    SessionClosed,
+    SessionTier,
+    SessionUsage,
+    Snapshot,
+)
+from chatd_tui import status_text
+from chatd_tui.clean import clean, clean_line
+from chatd_tui.screens.chat import ChatScreen
+from chatd_tui.views import ItemView
+from chatd_tui.widgets.status import StatusView
+from chatd_tui.widgets.transcript import SYSTEM_ID
+from chatd_tui.widgets.user_message import UserMessage
+
+RATE_WINDOW_S = 3.0
+
+
+class Rate:
+    """Tokens per second over the last seconds of one answer."""
+
+    def __init__(self) -> None:
+        self._arrivals: deque[tuple[float, int]] = deque()
+
+    def add(self, now_s: float, num_tokens: int) -> float | None:
+        """Count tokens; None until there is a stretch of time to divide by."""
+        self._arrivals.append((now_s, num_tokens))
+        while now_s - self._arrivals[0][0] > RATE_WINDOW_S:
+            self._arrivals.popleft()
+        seconds = now_s - self._arrivals[0][0]
+        counted = sum(count for _, count in self._arrivals) - self._arrivals[0][1]
+        return counted / seconds if seconds > 0.5 else None
+
+
+class Conversation:
+    """Draws one conversation at a time on the chat screen.
+
+    Args:
+        chat: The screen.
+        draw_meter: Takes the meter's fields that changed.
+
+    Attributes:
+        busy: Whether an answer is in progress.
+    """
+
+    def __init__(self, chat: ChatScreen, draw_meter: Callable[..., None]) -> None:
+        self._chat = chat
+        self._draw_meter = draw_meter
+        self._rate = Rate()
+        self.busy = False
+
+    async def clear(self, *, empty: bool) -> None:
+        """Forget what is shown; its messages go at once where nothing comes in their place."""
+        self.busy = False
+        self._chat.status = StatusView()
+        self._chat.composer.leave_edit()
+        self._draw_meter(context_used=0 if empty else None, tier="")
+        if empty:
+            await self._chat.transcript.show([])
+
+    async def show(self, snapshot: Snapshot) -> None:
+        """Draw a conversation from its snapshot on."""
+        items = [ItemView.of(item) for item in snapshot.items]
+        if snapshot.session.system and not any(item.role == "system" for item in items):
+            items.insert(0, ItemView(SYSTEM_ID, "system", clean(snapshot.session.system)))
+        await self._chat.transcript.show(items)
+        self.busy = snapshot.response is not None
+        # What was said of the way here stays until something happens.
+        if self.busy:
+            self._chat.status = status_text.progress(snapshot)
+        elif self._chat.status.kind != "notice":
+            self._chat.status = StatusView()
+        usage = snapshot.state.usage or {}
+        tier = snapshot.state.tier or snapshot.session.tier
+        self._draw_meter(context_used=usage.get("context_used", snapshot.session.context_used), tier=tier)
+
+    def last_answer(self) -> str:
+        """Return the text of the last answer, so far where it is in progress."""
+        answers = [view.text for view in self._chat.transcript.views() if view.role == "assistant" and view.text]
+        return answers[-1] if answers else ""
+
+    async def apply(self, event: Event) -> None:
+        """Draw what an event changes."""
+        chat, transcript = self._chat, self._chat.transcript
+        match event:
+            case OutputTextDelta():
+                transcript.extend(event.item_id, clean(event.delta))
+                self._draw_meter(tok_s=self._rate.add(time.monotonic(), event.n_tokens))
+                if chat.status != status_text.ANSWERING:
+                    chat.status = status_text.ANSWERING
+            case ItemAdded():
+                await transcript.branch(event.item.parent, [ItemView.of(event.item)])
+            case BranchSelected():
+                await transcript.branch(event.parent, [ItemView.of(item) for item in event.items])
+            case ResponseCreated():
+                self.busy = True
+                self._rate = Rate()
+                await transcript.branch(event.item.parent, [ItemView.of(event.item)])
+                if chat.status.kind != "busy" or chat.status.text == "sending":
+                    chat.status = status_text.THINKING
+            case ResponseCompleted() | ResponseIncomplete():
+                self._finish(event)
+            case ResponseFailed():
+                self._fail(event)
+            case ResponseQueued():
+                self.busy = True
+                chat.status = status_text.queued(event.position, event.why)
+            case ResponsePrefill():
+                chat.status = status_text.prefill(event.done, event.total, event.cached)
+            case ResponsePreempted():
+                chat.status = status_text.SET_ASIDE
+            case ResponseResumed():
+                chat.status = status_text.ANSWERING
+            case SessionUsage():
+                self._draw_meter(context_used=event.context_used, context_max=event.context_max)
+            case SessionTier():
+                self._draw_meter(tier=event.tier)
+                told = status_text.moved(event)
+                if told is not None and chat.status.kind == "idle":
+                    chat.status = told
+            case SessionClosed():
+                chat.status = StatusView("notice", "this conversation's memory was released", "its text stays")
+            case _:
+                pass
+
+    def _finish(self, event: ResponseCompleted | ResponseIncomplete) -> None:
+        self.busy = False
+        self._chat.transcript.finish(ItemView.of(event.item, event.usage, event.timings))
+        self._chat.status = StatusView()
+        used = event.usage.input_tokens + event.usage.output_tokens
+        self._draw_meter(ttft_ms=event.timings.ttft_ms, tok_s=event.timings.decode_tok_s or None, context_used=used)
+
+    def _fail(self, event: ResponseFailed) -> None:
+        self.busy = False
+        transcript = self._chat.transcript
+        answer = transcript.answer_in_progress()
+        text = answer.text if answer is not None and answer.item_id == event.item_id else ""
+        note = clean_line(event.error.message, 300)
+        transcript.finish(ItemView(event.item_id, "assistant", text, True, f"failed: {note}", True))
+        said = list(transcript.query(UserMessage))
+        if said and said[-1].item_id != event.parent:
+            # The daemon rolled the turn back, so what was said is not in the conversation.
+            said[-1].add_class("-lost")
+            self._chat.composer.take_back(said[-1].text)
+        self._chat.status = StatusView("error", note, clean_line(event.error.hint or ""))
