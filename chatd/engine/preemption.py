@@ -47,14 +47,17 @@ def choose_over_block_share(
 ) -> Request | None:
     """Return whom a tenant may preempt that stays within its share of blocks: the youngest of one over its own.
 
-    Who would be over its share afterwards has to wait: the other one could take the blocks back at once.
+    Who would be over its share afterwards has to wait: the other one could take the blocks back at once. Only tenants
+    that have been served as much give way, as for slots: a pool that holds few requests has no whole one in each share.
     """
     if pool.account(needy.tenant).num_active + num_needed > counters.share(needy.tenant, pool.num_blocks):
         return None
+    behind = counters.counter(needy.tenant)
     over = {
         tenant
         for tenant in {request.tenant for request in running}
         if pool.account(tenant).num_active > counters.share(tenant, pool.num_blocks)
+        and counters.counter(tenant) >= behind
     }
     return max(_unsafe_of(running, over - {needy.tenant}), key=_blocks_over_share, default=None)
 
@@ -76,8 +79,8 @@ def choose_over_slot_share(
 
     if slots.get(needy.tenant, 0) + 1 > share(needy.tenant):
         return None
-    over = {tenant for tenant, count in slots.items() if count > share(tenant)}
-    over = {tenant for tenant in over if counters.counter(tenant) >= counters.counter(needy.tenant)}
+    behind = counters.counter(needy.tenant)
+    over = {t for t, count in slots.items() if count > share(t) and counters.counter(t) >= behind}
     return max(
         _unsafe_of(running, over - {needy.tenant}),
         key=lambda request: (slots[request.tenant] / counters.weight(request.tenant), request.admission),

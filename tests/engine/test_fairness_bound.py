@@ -92,6 +92,15 @@ def test_two_backlogged_tenants_of_weights_three_and_one_stay_within_the_bound(m
     assert abs(sum(late) / len(late)) <= bound / 2
 
 
+@pytest.mark.parametrize("large", WEIGHTS)
+def test_in_a_pool_of_two_large_requests_no_tenant_is_served_by_what_others_lose(large):
+    lengths = {name: [(100, 40) if name == large else (12, 4)] for name in WEIGHTS}
+    config = {"num_blocks": 18, "block_size": 16}
+    gaps = list(Backlog(lengths, **config).gaps(STEPS // 10))
+    # The running batch is at most what the pool holds.
+    assert max(map(abs, gaps)) <= 2 * OUTPUT_COST * config["num_blocks"] * config["block_size"]
+
+
 def test_the_bound_is_broken_where_nothing_is_charged(monkeypatch):
     monkeypatch.setattr(VirtualCounters, "charge", lambda *_: None)
     mix = "long prompts against long answers"

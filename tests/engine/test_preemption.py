@@ -99,6 +99,15 @@ def test_nobody_is_preempted_who_is_within_its_share_or_safe(pool):
     assert choose_over_block_share([within, over], needy, 1, counters, pool) is None
 
 
+def test_blocks_are_not_taken_from_a_tenant_that_was_served_less(pool):
+    counters = counters_of("acme", "blue")
+    over, needy = FakeRequest(pool, 1, "acme", 12), FakeRequest(pool, 0, "blue", 2)
+    counters.charge("blue", 3.0)
+    assert choose_over_block_share([over], needy, 1, counters, pool) is None
+    counters.charge("acme", 1.0)
+    assert choose_over_block_share([over], needy, 1, counters, pool) is over
+
+
 def test_a_tenant_never_preempts_its_own_for_a_share(pool):
     counters = counters_of("acme")
     old, needy = FakeRequest(pool, 1, "acme", 20), FakeRequest(pool, 2, "acme", 1)

@@ -77,6 +77,14 @@ SCHEDULE_FAULTS = (
         TEST_PREEMPTION + "a_victim_is_safe_until_it_has_advanced_by_what_it_lost",
     ),
     fault(
+        "blocks are taken from who was served less",
+        "in a pool of few large requests one tenant is served by what the others lose, without bound",
+        PREEMPTION,
+        "        and counters.counter(tenant) >= behind\n",
+        "",
+        "tests/engine/test_fairness_bound.py::test_in_a_pool_of_two_large_requests_no_tenant_is_served_by_what_others_lose",
+    ),
+    fault(
         "a preempted request keeps its blocks",
         "preemption frees nothing, and the step cannot run",
         ROSTER,
