@@ -98,10 +98,10 @@ class BlockMoves:
 
     # A plan.
 
-    def poll(self) -> None:
+    def poll(self, now: float) -> None:
         """Take in what the disk has done since the last plan, and give it more to do."""
         self.is_waiting = False
-        self.tiers.poll()
+        self.tiers.poll(now)
         self.tiers.write_out()
         for request in list(self._restoring):
             digests = self._restoring[request]

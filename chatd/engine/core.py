@@ -200,7 +200,7 @@ class EngineCore:
 
     def _copy_down(self, now: float) -> None:
         self._restart_checks()
-        plan = self.scheduler.plan_idle()
+        plan = self.scheduler.plan_idle(now)
         self._reporter.mark_changed()  # if not by a plan, then by what the disk has done
         if plan is None:
             return

@@ -134,17 +134,17 @@ class Scheduler:
         assert self._in_flight is None, "a plan is in flight"
         self.roster.preempted_now.clear()
         if self.moves.is_on:
-            self.moves.poll()
+            self.moves.poll(now)
         self._placement.fill(now, only)
         if only is None and self._drafts:
             self.joins.on_planned(self._drafts.keys())
             self.moves.store_ahead(self._last_step_s)
         return self._build()
 
-    def plan_idle(self) -> Plan | None:
+    def plan_idle(self, now: float) -> Plan | None:
         """Decide a step that only copies blocks down, for an engine without requests; None where there is nothing."""
         assert self._in_flight is None, "a plan is in flight"
-        self.moves.poll()
+        self.moves.poll(now)
         self.moves.store_idle()
         return self._build()
 

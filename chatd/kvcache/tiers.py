@@ -30,6 +30,8 @@ MAX_WRITES = 16
 MAX_READS = 64
 """Slots that are being filled from the disk at a time."""
 
+MAX_READ_S = 10.0
+"""A read without an answer is waited for so long; from then on nothing is read before the disk has answered it."""
 
 _CHECK_UNITS = 2000
 
@@ -98,11 +100,23 @@ class HostBlock:
         entry: Of the same content in the pool, when it was last there.
         is_ready: It can be found.
         num_pins: Who reads the slot: plans in flight, and the disk.
+        asked_s: When the disk was asked for it.
         is_dropped: It is forgotten; the slot is free as soon as nobody reads or fills it.
         lease_ids: Leases that are told when it is gone.
     """
 
-    __slots__ = ("digest", "entry", "is_dropped", "is_ready", "lease_ids", "num_pins", "origin", "slot", "tenant")
+    __slots__ = (
+        "asked_s",
+        "digest",
+        "entry",
+        "is_dropped",
+        "is_ready",
+        "lease_ids",
+        "num_pins",
+        "origin",
+        "slot",
+        "tenant",
+    )
 
     def __init__(self, digest: bytes, origin: Origin, slot: HostSlot, tenant: str | None, lease_id: int) -> None:
         self.digest = digest
@@ -112,6 +126,7 @@ class HostBlock:
         self.entry: PrefixEntry | None = None
         self.is_ready = False
         self.num_pins = 0
+        self.asked_s = 0.0
         self.is_dropped = False
         self.lease_ids: tuple[int, ...] = (lease_id,)
 
@@ -151,6 +166,7 @@ class Tiers:
         self._writing: dict[HostSlot, HostBlock] = {}
         self._reading: dict[HostSlot, HostBlock] = {}
         self._is_refused = False
+        self._now = 0.0
 
     @property
     def is_empty(self) -> bool:
@@ -170,12 +186,19 @@ class Tiers:
     @property
     def is_moving(self) -> bool:
         """The disk writes or reads, or could write more."""
-        return bool(self._writing or self._reading or (self._unwritten and not self._is_refused))
+        is_reading = self.is_reading and not self.is_stuck
+        return bool(self._writing or is_reading or (self._unwritten and not self._is_refused))
 
     @property
     def is_reading(self) -> bool:
         """The disk fills slots."""
         return bool(self._reading)
+
+    @property
+    def is_stuck(self) -> bool:
+        """The disk has not answered a read for so long that nobody waits for it any more."""
+        oldest = next(iter(self._reading.values()), None)
+        return oldest is not None and self._now - oldest.asked_s >= MAX_READ_S
 
     def get(self, digest: bytes) -> HostBlock | None:
         """Return a block that is ready in the host, or None."""
@@ -189,7 +212,7 @@ class Tiers:
 
     def is_on_disk(self, digest: bytes) -> bool:
         """Return whether the disk would be asked for this block."""
-        return self.disk is not None and digest in self.disk
+        return self.disk is not None and not self.is_stuck and digest in self.disk
 
     def is_below(self, digest: bytes) -> bool:
         """Return whether a block is, or will be, in a tier below the pool."""
@@ -308,7 +331,8 @@ class Tiers:
         if not self.disk.read(digest, origin, slot):
             self._free.append(slot)
             return False
-        self._blocks[digest] = self._reading[slot] = HostBlock(digest, origin, slot, tenant, lease_id)
+        block = self._blocks[digest] = self._reading[slot] = HostBlock(digest, origin, slot, tenant, lease_id)
+        block.asked_s = self._now
         return True
 
     def write_out(self) -> None:
@@ -325,8 +349,12 @@ class Tiers:
             self.pin(block)
             self._writing[block.slot] = block
 
-    def poll(self) -> None:
-        """Take in what the disk has done. What it says is an input: nothing else tells how far it is."""
+    def poll(self, now: float) -> None:
+        """Take in what the disk has done. What it says is an input: nothing else tells how far it is.
+
+        What it was asked for and does not answer is given up, but for the slots, which it may still fill.
+        """
+        self._now = now
         if self.disk is None:
             return
         for result in self.disk.poll():
@@ -345,6 +373,11 @@ class Tiers:
                 del self._blocks[block.digest]
                 self._free.append(block.slot)
                 self.changed.update(dict.fromkeys(block.lease_ids))
+        if self.is_stuck:
+            # One thread reads, so all others stand behind the one that is not answered.
+            for block in self._reading.values():
+                if not block.is_dropped:
+                    self.drop(block.digest)
 
     def check(self) -> Iterator[int]:
         """Check everything between two plans, yielding now and then how much was looked at.

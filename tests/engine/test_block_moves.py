@@ -8,6 +8,7 @@ from chatd.engine.core import TenantLimits
 from chatd.engine.cost_model import CostParameters
 from chatd.engine.messages import Cancel, FinishReason, LeaseTier, Preempted, Tier, Waiting, WaitReason, WatchPool
 from chatd.engine.transfer_costs import TransferCosts
+from chatd.kvcache.tiers import MAX_READ_S
 from chatd.testing.disk import FakeDisk
 from chatd.testing.engine import EngineHarness, engine_config, sampling_params
 
@@ -280,6 +281,33 @@ def test_a_request_that_is_cancelled_while_the_disk_reads_leaves_nothing_behind(
     computed, loaded, _ = come_back(e, 1)
     assert loaded > 0
     assert computed <= 4
+
+
+def test_a_disk_that_never_answers_is_waited_for_no_longer_than_a_while_and_asked_no_more():
+    e, disk = on_disk()
+    disk.latency = 10**9
+    history = [*e.core.leases.get(1).token_ids, 5, 6]
+    e.submit(99, [5, 6], lease=1, base_len=len(history) - 2)
+    e.step()
+    assert disk.reads
+    num_asked = len(disk.reads)
+    e.clock.advance(MAX_READ_S - 0.5)
+    e.step()
+    assert 99 not in e.outputs
+    e.clock.advance(1.0)
+    e.run()
+    assert e.outputs[99] == expected_answer(history)
+    assert e.generate(100, prompt(3, 9)) == expected_answer(prompt(3, 9))
+    assert len(disk.reads) == num_asked
+    # A late answer is no hit, and frees its slot.
+    disk.latency = 0
+    for job in disk._jobs:
+        job.due = 0
+    e.step()
+    e.settle()
+    assert not e.core.tiers.is_stuck
+    assert not e.core.tiers.is_reading
+    e.core.check_invariants()
 
 
 def test_what_the_disk_reads_slower_than_it_is_computed_is_computed():

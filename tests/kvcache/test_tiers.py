@@ -151,7 +151,7 @@ def test_what_is_in_the_host_only_is_written_out_in_order_and_stays_until_it_is(
     assert [digest for digest, _ in disk.writes] == [b"a", b"b"]
     assert tiers.store(b"c", ORIGIN, "acme", 1, None, is_ahead=False) is None
     disk.results.append(DiskResult("written", *disk.writes[0]))
-    tiers.poll()
+    tiers.poll(0.0)
     check(tiers)
     assert tiers.store(b"c", ORIGIN, "acme", 1, None, is_ahead=False) is not None
     assert tiers.get(b"a") is None
@@ -178,7 +178,7 @@ def test_a_write_that_fails_is_not_tried_again(pool):
     keep(tiers, b"a")
     tiers.write_out()
     disk.results.append(DiskResult("failed", *disk.writes[0], "No space left on device"))
-    tiers.poll()
+    tiers.poll(0.0)
     tiers.write_out()
     assert len(disk.writes) == 1
     assert tiers.get(b"a") is not None
@@ -194,7 +194,7 @@ def test_a_fetched_block_is_found_when_the_disk_says_that_it_is_whole(pool):
     assert tiers.get(b"a") is None
     check(tiers)
     disk.results.append(DiskResult("read", *disk.reads[0]))
-    tiers.poll()
+    tiers.poll(0.0)
     assert tiers.get(b"a").slot == disk.reads[0][1]
     assert not tiers.is_coming(b"a")
     check(tiers)
@@ -206,7 +206,7 @@ def test_a_block_that_cannot_be_read_is_forgotten(pool, why):
     tiers = make(pool, 1, disk)
     tiers.fetch(b"a", ORIGIN, "acme", 5)
     disk.results.append(DiskResult("failed", b"a", HostSlot(0), why))
-    tiers.poll()
+    tiers.poll(0.0)
     assert disk.forgotten == [b"a"]
     assert not tiers.is_below(b"a")
     assert list(tiers.changed) == [5]
@@ -227,7 +227,7 @@ def test_what_is_forgotten_while_the_disk_is_on_it_frees_its_slot_only_then(pool
     assert disk.forgotten == [b"a", b"b"]
     disk.results.append(DiskResult("read", *disk.reads[0]))
     disk.results.append(DiskResult("written", *disk.writes[0]))
-    tiers.poll()
+    tiers.poll(0.0)
     check(tiers)
     assert tiers.num_used == 0
     assert tiers.get(b"a") is None
