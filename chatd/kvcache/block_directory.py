@@ -131,13 +131,19 @@ def load_key(root: Path) -> bytes:
     """Return the directory's key, which is made where there is none that others cannot read; for whoever has the lock.
 
     Raises:
-        EnvironmentProblem: It cannot be read or made.
+        EnvironmentProblem: It cannot be read or made, or what has its name is somebody's file.
     """
     path = root / "key"
     try:
         key = _read_key(path)
         if key is not None:
             return key
+        if path.exists() and path.stat().st_size > KEY_BYTES:
+            raise EnvironmentProblem(
+                f"{path} is no key of a disk tier, and is left as it is ({_PARAM})",
+                param=_PARAM,
+                hint="name a directory of its own",
+            )
         # Others may know it, or a crash has cut it: what was stored under it is not found any more, and ages out.
         path.unlink(missing_ok=True)
         key = secrets.token_bytes(KEY_BYTES)
