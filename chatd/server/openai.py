@@ -208,8 +208,17 @@ class _Answer:
 
     def _end(self) -> None:
         self.choices.cancel()
-        self._quota.finish(self.choices.num_charged_tokens, self._num_answers)
         self._daemon.streams.discard(self._stream)
+        self._daemon.spawn(self._charge(), "charge of an answer")
+
+    async def _charge(self) -> None:
+        """Charge what was computed, also for a client that has left: it is known when the generation is over."""
+        num_tokens = 0
+        try:
+            await self.choices.ended()
+            num_tokens = self.choices.num_charged_tokens
+        finally:
+            self._quota.finish(num_tokens, self._num_answers)
 
     def check(self) -> None:
         """Raise where the answer failed, once it has ended.

@@ -60,7 +60,7 @@ class Choices:
 
     @property
     def num_charged_tokens(self) -> int:
-        """What is counted against a quota: tokens that were computed for answers that have ended."""
+        """What is counted against a quota, once all have ended: tokens that were computed."""
         usage = self.usage
         outputs = sum(c.usage.output_tokens for c in self.completions if c.usage is not None)
         return outputs if usage is None else usage.input_tokens - usage.cached_tokens + outputs
@@ -88,6 +88,11 @@ class Choices:
         """End all generations; does nothing to those that have ended."""
         for completion in self.completions:
             completion.cancel()
+
+    async def ended(self) -> None:
+        """Return once all generations are over, however they end."""
+        for completion in self.completions:
+            await completion.ended()
 
 
 def params_of_choice(params: Params, index: int) -> Params:

@@ -109,6 +109,11 @@ class Completion:
         if self._turn is not None and not self._turn.ended.is_set():
             self._cancel(self._turn)
 
+    async def ended(self) -> None:
+        """Return once the generation is over, however it ends."""
+        if self._turn is not None:
+            await self._turn.ended.wait()
+
     async def aclose(self) -> None:
         """As `cancel`."""
         self.cancel()

@@ -98,7 +98,30 @@ async def test_a_disconnect_cancels_all_choices(start) -> None:
         await eventually(lambda: sum(isinstance(m, Cancel) for m in running.engine.sent) == 4)
         running.engine.held = False
         await eventually(lambda: running.manager.num_in_flight == 0)
-        assert running.daemon.quotas.of(next(iter(running.daemon.quotas._keys))).num_inflight == 0
+        quota = running.daemon.quotas.of(next(iter(running.daemon.quotas._keys)))
+        await eventually(lambda: quota.num_inflight == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_leaves_before_the_end_pays_for_what_was_computed(start, stream) -> None:
+    quotas = {"tokens_per_minute": 100_000}
+    async with start(lambda _log: encode_text("x" * 60), quotas=quotas) as running, official(running) as client:
+        asking = asyncio.create_task(ask(client, n=4, max_tokens=60, stream=stream))
+        await eventually(lambda: len(running.engine.submits) == 4)
+        running.engine.held = True
+        prompt = len(running.engine.submits[0].new_ids)
+        if stream:
+            await (await asking).close()
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await eventually(lambda: sum(isinstance(m, Cancel) for m in running.engine.sent) == 4)
+        quota = running.daemon.quotas.of(next(iter(running.daemon.quotas._keys)))
+        # What goes on in the engine is in flight, whoever has left.
+        assert quota.num_inflight == 4
+        running.engine.held = False
+        await eventually(lambda: quota.num_inflight == 0)
+        (tokens,) = quota.state()
+        assert tokens["limit"] - tokens["remaining"] >= prompt
 
 
 async def test_history_with_any_of_the_choices_is_found(start) -> None:
