@@ -10,6 +10,7 @@ BENCHMARKS = {
     "chat": "sessions of several turns against a real daemon",
     "step": "where the time of one decode step goes",
     "kernels": "kernels and linear layers, alone",
+    "resources": "registers and shared memory of the kernels for GPUs, compiled without one",
     "front": "deltas that the front carries on one core",
     "pool": "operations of the block pool and the prefix index",
     "tui": "how the terminal client feels while an answer streams",

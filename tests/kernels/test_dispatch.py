@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,18 @@ def test_a_gpu_finds_its_launcher(operation: str, function: str) -> None:
     pytest.importorskip("triton")
     found = launcher(operation, "cuda", function)
     assert (found.__module__, found.__name__) == (f"chatd_kernels.{operation}.gpu", function)
+
+
+def test_the_launchers_of_gpus_need_no_compiler_for_cpus() -> None:
+    pytest.importorskip("triton")
+    modules = [f"chatd_kernels.{operation}.gpu" for operation in FUNCTIONS]
+    program = f"""
+import sys
+sys.modules["numba"] = sys.modules["llvmlite"] = None
+for name in {modules}:
+    __import__(name)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_no_triton_kernel_is_called_by_nothing() -> None:

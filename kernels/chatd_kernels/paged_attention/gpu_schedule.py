@@ -78,11 +78,13 @@ def tile_shapes(
     group = num_q_heads // layout.num_kv_heads
     if group > 64:
         raise ValueError(f"{group} query heads share a KV head, the limit is 64")
-    is_wide = facts.fits_wide_tiles and layout.head_dim <= 128 and layout.dtype.itemsize == 2
-    positions = 64 if layout.head_dim <= 128 and layout.dtype != torch.float32 else 32
+    is_half = layout.dtype.itemsize == 2
+    # In deterministic mode a program holds what it gathered and the segment's; codes become numbers in registers.
+    is_wide = facts.fits_wide_tiles and layout.head_dim <= 128 and is_half and not is_deterministic
+    widest = 64 if is_deterministic else 128
+    positions = 64 if layout.head_dim <= widest and layout.dtype != torch.float32 else 32
     rows = 128 if is_wide else 64
-    # Codes become numbers in registers: with as many threads each holds fewer.
-    warps = 8 if is_wide or layout.is_quantized or layout.head_dim > 128 else 4
+    warps = 4 if rows == 64 and layout.head_dim <= 64 and is_half else 8
     tokens = max(1, _SMALL_MATRIX // group)
     prefill = TileShape(rows, positions, warps, _STAGES, rows // group)
     if is_deterministic:
