@@ -1,0 +1,418 @@
+"""Every command through the whole client, by typing, keys, the palette and the mouse, against a scripted daemon."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from textual.command import CommandPalette
+from textual.pilot import Pilot
+
+from chatd import protocol as p
+from chatd.errors import EngineError
+from chatd.testing.scripted_daemon import Script, ScriptedDaemon
+from chatd_tui.app import ChatApp
+from chatd_tui.screens.found import FoundScreen
+from chatd_tui.screens.help import HelpScreen
+from chatd_tui.screens.pool import PoolScreen
+from chatd_tui.views import ItemView
+from chatd_tui.widgets.status import StatusView
+from chatd_tui.widgets.user_message import UserMessage
+
+MakeApp = Callable[..., ChatApp]
+SIZE = (100, 30)
+
+
+def texts(app: ChatApp) -> list[str]:
+    return [view.text for view in app.chat.transcript.views()]
+
+
+def connected(app: ChatApp) -> Callable[[], bool]:
+    return lambda: app.is_running and app.chat.title_bar.view.phase == "connected"
+
+
+def idle(app: ChatApp, num_messages: int) -> Callable[[], bool]:
+    return lambda: len(texts(app)) == num_messages and not app.conversation.busy and app.chat.status.kind != "busy"
+
+
+async def type_line(pilot: Pilot[None], text: str) -> None:
+    app = pilot.app
+    assert isinstance(app, ChatApp)
+    app.chat.set_focus(app.chat.composer)
+    app.chat.composer.load_text(text)
+    await pilot.press("enter")
+
+
+async def talk(app: ChatApp, pilot: Pilot[None], wait_until, *said: str) -> None:
+    await wait_until(connected(app))
+    for number, text in enumerate(said, 1):
+        await type_line(pilot, text)
+        await wait_until(idle(app, 2 * number))
+
+
+def last(daemon: ScriptedDaemon, kind: type[p.Command]) -> p.Command:
+    return next(command for command in reversed(daemon.commands) if isinstance(command, kind))
+
+
+@pytest.fixture
+def counting() -> ScriptedDaemon:
+    scripts = [Script(deltas=[f"answer {n}"]) for n in range(1, 9)]
+    return ScriptedDaemon(scripts)
+
+
+async def test_an_edited_message_stands_beside_the_first_and_keys_switch_between_them(
+    counting: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    async with counting as daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=SIZE) as pilot:
+            await talk(app, pilot, wait_until, "one", "two")
+            kept = app.chat.query(UserMessage).first()
+            app.chat.composer.load_text("a draft")
+            await pilot.press("tab", "up", "e")
+            await wait_until(lambda: app.chat.composer.editing is not None)
+            assert app.chat.composer.text == "two"
+            await pilot.press("escape")
+            assert (app.chat.composer.editing, app.chat.composer.text) == (None, "a draft")
+            await pilot.press("tab", "e", *"!!", "enter")
+            await wait_until(lambda: texts(app) == ["one", "answer 1", "two!!", "answer 3"])
+            await wait_until(idle(app, 4))
+            assert app.chat.composer.text == "a draft"
+            edited = app.chat.transcript.views()[2]
+            assert (edited.siblings.index, edited.siblings.count) == (2, 2)
+            # What stays is not drawn anew.
+            assert app.chat.query(UserMessage).first() is kept
+            app.chat.composer.clear()
+            await pilot.press("tab", "up", "left")
+            await wait_until(lambda: texts(app) == ["one", "answer 1", "two", "answer 2"])
+            assert app.chat.transcript.selected.text == "two"
+            assert app.chat.query(UserMessage).first() is kept
+            await pilot.press("left")
+            await wait_until(lambda: app.chat.status.text == "this is the first of 2 versions")
+            await pilot.press("right")
+            await wait_until(lambda: texts(app)[2] == "two!!")
+            await pilot.press("up", "right")
+            await wait_until(lambda: app.chat.status.text == "this message has one version")
+            await pilot.press("escape")
+            assert app.chat.transcript.selected is None
+            assert app.chat.composer.has_focus
+
+
+async def test_an_answer_again_is_another_version_with_the_parameters_that_were_typed(
+    counting: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    async with counting as daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=SIZE) as pilot:
+            await talk(app, pilot, wait_until, "one")
+            await type_line(pilot, "/regenerate temperature=1 seed=7")
+            await wait_until(lambda: texts(app) == ["one", "answer 2"])
+            await wait_until(idle(app, 2))
+            assert last(daemon, p.ResponseRegenerate).params == p.Params(temperature=1.0, seed=7)
+            await pilot.press("tab", "r")
+            await wait_until(lambda: texts(app) == ["one", "answer 3"])
+            await wait_until(idle(app, 2))
+            assert last(daemon, p.ResponseRegenerate).item is not None
+            await pilot.press("escape")
+            await type_line(pilot, "/branch previous")
+            await wait_until(lambda: texts(app) == ["one", "answer 2"])
+            await type_line(pilot, "/branch")
+            await wait_until(lambda: texts(app) == ["one", "answer 3"])
+            await type_line(pilot, "/regenerate warmth=1")
+            await wait_until(lambda: app.chat.status.text == "'warmth' is not a parameter")
+            assert app.chat.composer.text == "/regenerate warmth=1"
+
+
+async def test_a_click_on_the_mark_shows_the_version_where_it_points(
+    counting: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    async with counting as daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=SIZE) as pilot:
+            await talk(app, pilot, wait_until, "one")
+            await type_line(pilot, "/regenerate")
+            await wait_until(lambda: texts(app) == ["one", "answer 2"])
+            await wait_until(lambda: bool(app.chat.query(".note.-shown")))
+            await pilot.pause()
+            await pilot.click(".note", offset=(0, 0))
+            await wait_until(lambda: texts(app) == ["one", "answer 1"])
+            await pilot.click(UserMessage)
+            assert app.chat.transcript.selected.text == "one"
+
+
+async def test_a_failed_edit_brings_back_the_branch_and_the_text(make_app: MakeApp, wait_until) -> None:
+    scripts = [
+        Script(deltas=["yes"]),
+        Script(deltas=[], fail=EngineError("it died [bold]\x1b[2J", code="engine_error")),
+    ]
+    async with ScriptedDaemon(scripts) as daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=SIZE) as pilot:
+            await talk(app, pilot, wait_until, "one")
+            await type_line(pilot, "/edit")
+            await wait_until(lambda: app.chat.composer.editing is not None)
+            await type_line(pilot, "two")
+            await wait_until(lambda: app.chat.status == StatusView("error", "it died [bold]␛[2J"))
+            await wait_until(lambda: texts(app) == ["one", "yes"])
+            assert app.chat.composer.text == "two"
+
+
+async def test_a_fork_says_what_is_shared_and_is_shown(counting: ScriptedDaemon, make_app: MakeApp, wait_until) -> None:
+    async with counting as daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=SIZE) as pilot:
+            await talk(app, pilot, wait_until, "one", "two")
+            origin = app.link.session
+            await type_line(pilot, "/fork another [/b] way\x1b[2J")
+            await wait_until(lambda: app.link.session != origin and app.chat.status.text.startswith("forked"))
+            assert "tokens in 2 blocks are shared" in app.chat.status.text
+            await wait_until(lambda: texts(app) == ["one", "answer 1", "two", "answer 2"])
+            await wait_until(lambda: app.chat.title_bar.view.session == "another [/b] way␛[2J")
+            assert app.chat.status.text.startswith("forked")
+            await pilot.press("tab", "up", "up", "f")
+            await wait_until(lambda: texts(app) == ["one", "answer 1"])
+            assert len(daemon.sessions) == 3
+
+
+async def test_completion_takes_the_marked_command_and_unknown_ones_are_not_sent(
+    daemon: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    app = make_app(daemon)
+    async with app.run_test(size=SIZE) as pilot:
+        await wait_until(connected(app))
+        await pilot.press(*"/se")
+        await wait_until(lambda: len(app.chat.suggestions.view.rows) == 2)
+        await pilot.press("down", "tab")
+        assert app.chat.composer.text == "/set "
+        await pilot.press(*"temperature=1 top_k", "tab", "2", "enter")
+        await wait_until(lambda: app.chat.status.text == "temperature=1.0 top_k=2")
+        assert app.chat.composer.text == ""
+        await wait_until(lambda: not app.chat.suggestions.view.rows)
+        await type_line(pilot, "/frok it")
+        assert app.chat.status == StatusView("warning", "there is no command /frok", "did you mean /fork?")
+        await pilot.press("escape")
+        await type_line(pilot, "/rename")
+        assert app.chat.status.text == "/rename wants TITLE"
+        await type_line(pilot, "//frok it")
+        await wait_until(lambda: texts(app)[:1] == ["/frok it"])
+        assert app.link.info.params == p.Params(temperature=1.0, top_k=2)
+
+
+async def test_what_is_set_before_the_first_message_holds_from_it_on(
+    daemon: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    app = make_app(daemon)
+    async with app.run_test(size=SIZE) as pilot:
+        await wait_until(connected(app))
+        await type_line(pilot, "/system Be [brief].")
+        await type_line(pilot, "/rename First")
+        await type_line(pilot, "/system")
+        assert app.chat.status.text == "system prompt: Be [brief]."
+        await type_line(pilot, "hi")
+        await wait_until(idle(app, 3))
+        assert texts(app)[:2] == ["Be [brief].", "hi"]
+        await wait_until(lambda: app.chat.title_bar.view.session == "First")
+        await type_line(pilot, "/system other")
+        await wait_until(
+            lambda: app.chat.status == StatusView("error", "the system prompt is fixed", "start a new session")
+        )
+        await type_line(pilot, "/set")
+        assert app.chat.status.text == "no parameter is set"
+
+
+async def test_sessions_are_renamed_pinned_archived_and_found(
+    counting: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    async with counting as daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=(120, 30)) as pilot:
+            await talk(app, pilot, wait_until, "about rivers")
+            first = app.link.session
+            await type_line(pilot, "/rename Rivers [x]")
+            await wait_until(lambda: app.chat.title_bar.view.session == "Rivers [x]")
+            await type_line(pilot, "/pin")
+            await wait_until(lambda: app.chat.status.text == "pinned")
+            await type_line(pilot, '/set temperature=0.5 stop=["a b"]')
+            await wait_until(lambda: daemon.sessions[first].params == p.Params(temperature=0.5, stop=("a b",)))
+            await type_line(pilot, "/new")
+            await wait_until(lambda: app.link.session is None)
+            await talk(app, pilot, wait_until, "about lakes")
+            await wait_until(lambda: app.chat.sessions.option_count == 3)
+            assert app.chat.sessions.get_option_at_index(1).id == first
+            await type_line(pilot, "/archive")
+            await wait_until(lambda: app.chat.status.text.startswith("archived"))
+            await wait_until(lambda: app.chat.sessions.option_count == 2)
+            await type_line(pilot, "/search about")
+            await wait_until(lambda: isinstance(app.screen, FoundScreen))
+            await pilot.press("down", "enter")
+            await wait_until(lambda: app.screen is app.chat and texts(app)[:1] == ["about lakes"])
+            await type_line(pilot, "/archive")
+            await wait_until(lambda: app.chat.status.text == "no longer archived")
+            await type_line(pilot, "/search [/nothing]")
+            await wait_until(lambda: isinstance(app.screen, FoundScreen))
+            await pilot.press("escape")
+            assert app.screen is app.chat
+
+
+async def test_copies_are_of_the_selected_message_or_of_a_code_block(
+    make_app: MakeApp, wait_until, tmp_path: Path
+) -> None:
+    async with ScriptedDaemon([Script(deltas=["a\n```\none\n```\nb\n```\ntwo\n```\n"])]) as daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=SIZE) as pilot:
+            await talk(app, pilot, wait_until, "code?")
+            await type_line(pilot, "/copy code")
+            assert (app.clipboard, app.chat.status.text) == ("two\n", "copied code block 2 of 2")
+            await type_line(pilot, "/copy 1")
+            assert app.clipboard == "one\n"
+            await type_line(pilot, "/copy 3")
+            assert app.chat.status.text == "there is no code block 3 in this message"
+            app.chat.composer.clear()
+            await pilot.press("tab", "up", "y")
+            await wait_until(lambda: app.clipboard == "code?")
+            assert (tmp_path / "copied.txt").read_text() == "code?"
+
+
+async def test_exports_are_written_from_what_the_daemon_has(
+    counting: ScriptedDaemon, make_app: MakeApp, wait_until, tmp_path: Path
+) -> None:
+    async with counting as daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=SIZE) as pilot:
+            await talk(app, pilot, wait_until, "one")
+            for name in ("a.md", "a.json"):
+                await type_line(pilot, f"/export {tmp_path / name}")
+                await wait_until(lambda name=name: (tmp_path / name).exists())
+            assert (tmp_path / "a.md").read_text() == "# one\n\n## You\n\none\n\n## Assistant\n\nanswer 1\n"
+            await type_line(pilot, f"/export {tmp_path / 'a.md'}")
+            await wait_until(lambda: "exists already" in app.chat.status.text)
+            await type_line(pilot, f"/export {tmp_path / 'no' / 'a.md'}")
+            await wait_until(lambda: "no such file" in app.chat.status.text)
+
+
+async def test_who_watches_changes_nothing_until_taking_part_again(
+    counting: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    async with counting as daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=SIZE) as pilot:
+            await talk(app, pilot, wait_until, "one")
+            await type_line(pilot, "/watch")
+            await wait_until(lambda: last(daemon, p.SessionAttach).role == "observer")
+            await wait_until(idle(app, 2))
+            await type_line(pilot, "two")
+            assert app.chat.status.text == "you watch this conversation"
+            await type_line(pilot, "/regenerate")
+            assert app.chat.status.text == "/regenerate: you only watch this conversation"
+            await type_line(pilot, "/watch")
+            await wait_until(lambda: last(daemon, p.SessionAttach).role == "writer")
+            await talk(app, pilot, wait_until)
+            await type_line(pilot, "two")
+            await wait_until(idle(app, 4))
+
+
+async def test_an_older_daemon_and_an_answer_in_progress_grey_what_cannot_be_done(
+    make_app: MakeApp, wait_until
+) -> None:
+    async with ScriptedDaemon([Script(), Script(manual=True)], caps=["pool.map"]) as daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=SIZE) as pilot:
+            await talk(app, pilot, wait_until, "one")
+            await type_line(pilot, "/fork")
+            assert app.chat.status.text == "/fork: this daemon is too old for that"
+            assert app.chat.composer.text == "/fork"
+            await pilot.press("escape", *"/fo")
+            await wait_until(lambda: bool(app.chat.suggestions.view.rows))
+            assert not app.chat.suggestions.view.rows[0].enabled
+            app._hello = p.Hello(
+                **{**{f: getattr(app._hello, f) for f in app._hello.__struct_fields__}, "caps": ["branch"]}
+            )
+            await type_line(pilot, "two")
+            await wait_until(lambda: app.conversation.busy)
+            await type_line(pilot, "/edit")
+            assert app.chat.status.text == "/edit: an answer is in progress"
+            await type_line(pilot, "/stop")
+            await wait_until(idle(app, 4))
+            assert daemon.sessions[app.link.session].items[-1].reason == "cancelled"
+
+
+async def test_the_palette_and_the_keys_reach_the_same_commands(
+    daemon: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    app = make_app(daemon)
+    async with app.run_test(size=SIZE) as pilot:
+        await talk(app, pilot, wait_until, "one")
+        await pilot.press("ctrl+p")
+        await wait_until(lambda: isinstance(app.screen, CommandPalette))
+        await pilot.press(*"memory pool")
+        await wait_until(lambda: app.screen.query_one("CommandList").option_count > 0)
+        await pilot.press("enter")
+        await wait_until(lambda: isinstance(app.screen, PoolScreen))
+        await pilot.press("ctrl+n", "f2")
+        await wait_until(lambda: app.screen is app.chat)
+        assert texts(app)[:1] == ["one"]
+        await type_line(pilot, "/palette")
+        await wait_until(lambda: isinstance(app.screen, CommandPalette))
+        await pilot.press(*"rename")
+        await wait_until(lambda: app.screen.query_one("CommandList").option_count > 0)
+        await pilot.press("enter")
+        await wait_until(lambda: app.screen is app.chat and app.chat.composer.text == "/rename ")
+        for name, holds in (
+            ("help", lambda: isinstance(app.screen, HelpScreen)),
+            ("pool", lambda: isinstance(app.screen, PoolScreen)),
+        ):
+            await type_line(pilot, f"/{name}")
+            await wait_until(holds)
+            await pilot.press("escape")
+            await wait_until(lambda: app.screen is app.chat)
+        await type_line(pilot, "/conversations")
+        await wait_until(lambda: app.chat.sessions.has_focus)
+        await type_line(pilot, "/connect")
+        await type_line(pilot, "/first")
+        assert app.chat.transcript.scroll_y <= 0
+        await type_line(pilot, "/quit")
+        await wait_until(lambda: not app.is_running)
+
+
+async def test_what_is_typed_among_the_messages_goes_to_the_input(
+    daemon: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    app = make_app(daemon)
+    async with app.run_test(size=SIZE) as pilot:
+        await talk(app, pilot, wait_until, "one")
+        await pilot.press("tab", "/", "f")
+        assert app.chat.composer.text == "/f"
+        assert app.chat.transcript.selected.text == "Hello **there**."
+        await pilot.press("escape", "tab", "down")
+        assert app.chat.composer.has_focus
+
+
+async def test_where_the_memory_is_stands_in_the_meter_and_a_move_is_said(
+    daemon: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    app = make_app(daemon)
+    async with app.run_test(size=SIZE) as pilot:
+        await talk(app, pilot, wait_until, "one")
+        await wait_until(lambda: app.chat.meter.view.tier == "device")
+        moved = p.SessionTier(session=app.link.session, tier="tokens", why="pressure")
+        await daemon.send_everywhere(p.encode(moved))
+        await wait_until(lambda: app.chat.meter.view.tier == "tokens")
+        assert app.chat.status.text == "its memory was given up for want of memory"
+        assert "text only" in app.chat.meter.render().plain
+
+
+async def test_another_branch_keeps_the_place_that_is_read(
+    daemon: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    app = make_app(daemon)
+    async with app.run_test(size=(80, 20)) as pilot:
+        await wait_until(connected(app))
+        transcript = app.chat.transcript
+        long = "\n".join(f"line {n}" for n in range(60))
+        await transcript.show([ItemView("q", "user", "q"), ItemView("a", "user", long), ItemView("b", "user", long)])
+        await pilot.pause()
+        transcript.scroll_to(y=70, animate=False)
+        await pilot.pause()
+        await transcript.branch("a", [ItemView("c", "user", long), ItemView("d", "user", long)])
+        await pilot.pause()
+        assert transcript.scroll_y == 70
+        assert [view.id for view in transcript.views()] == ["q", "a", "c", "d"]
