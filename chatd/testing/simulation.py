@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import xxhash
@@ -49,6 +50,8 @@ _WEIGHT_OF = {
     "watch": 2,
 }
 VERBS = tuple(_WEIGHT_OF)
+# What ends everything, changes weights or fills the pool: two tenants that wait cannot be compared across it.
+_UNSTEADY = {"corrupt", "quota", "squeeze"}
 _VERBS, _WEIGHTS = list(_WEIGHT_OF), list(_WEIGHT_OF.values())
 
 
@@ -87,14 +90,23 @@ class Simulation(Witness):
         for _ in range(num_steps):
             for _ in range(self.rng.choice((0, 0, 1, 1, 2, 4))):
                 self.act()
+            self._keep_waiting()
             self.step()
             self.clock.advance(self.rng.random() * 0.01)
 
     def act(self) -> None:
         """Ask the engine for something."""
         verb = self.rng.choices(_VERBS, _WEIGHTS)[0]
-        if getattr(self, f"_{verb}")():
+        if not (self.shape.backlog and verb in _UNSTEADY) and getattr(self, f"_{verb}")():
             self.counts[f"verb {verb}"] += 1
+
+    def _keep_waiting(self) -> None:
+        waiting = Counter(job.session.tenant for job in self.jobs.values() if not job.is_started)
+        for tenant, length, max_tokens in zip(self.shape.tenants, (3, 33), (30, 1), strict=False):
+            params = SamplingParams(max_tokens=max_tokens)
+            for _ in range(self.shape.backlog - waiting[tenant]):
+                ids = [self.rng.randrange(VOCAB_SIZE) for _ in range(length)]
+                self.submit(self.open_session(tenant), 0, ids, params, keep_lease=False)
 
     # What can be asked for; each says whether there was something to ask it of.
 
@@ -284,7 +296,7 @@ class Simulation(Witness):
             request_class,
             keep_lease=keep_lease,
             compute_only=compute_only,
-            beam=self._search() if not compute_only and rng.random() < 0.1 else None,
+            beam=self._search() if not compute_only and rng.random() < 0.1 and not self.shape.backlog else None,
             # A sample of what may be another prompt, or another tenant's: it goes on as any request.
             sample_of=rng.choice(list(self.jobs)) if self.jobs and rng.random() < 0.03 else None,
         )

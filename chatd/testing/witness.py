@@ -29,6 +29,7 @@ from chatd.engine.messages import (
     PoolFrame,
     Release,
     RequestClass,
+    SetTenant,
     Started,
     Submit,
     Tokens,
@@ -51,6 +52,7 @@ from chatd.testing.engine import (
     extend_chain,
     find_beams,
 )
+from chatd.testing.fairness_gap import FairnessGap
 
 VOCAB_SIZE = 11
 STOP_ID = 0
@@ -100,7 +102,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large everything is in one run, and how full; `public` is the part of sessions that are public."""
+    """How large everything is in one run, and how full.
+
+    Attributes:
+        public: The part of sessions that are public.
+        backlog: Requests that the first two tenants keep waiting, the one with long answers, the other long prompts;
+            then nothing is done that leaves either without, or changes their weights.
+    """
 
     num_blocks: int = 40
     block_size: int = 4
@@ -114,6 +122,7 @@ class Shape:
     weights: tuple[float, ...] = (1.0, 2.0, 1.0)
     target_step_s: float = 0.0
     public: float = 0.07
+    backlog: int = 0
     host_slots: int = 0
     disk_blocks: int = 0
     disk_queue: int = 256
@@ -192,11 +201,14 @@ class Witness:
             # A constant hash has one key for all; the list under it must not be what limits the hits.
             max_entries_per_key=shape.num_blocks if hash_function is constant_hash else MAX_ENTRIES_PER_KEY,
         )
+        self.gap = FairnessGap(self.core)
 
     # What a front does.
 
     def send(self, message: FrontMessage) -> None:
         """Hand the engine a message."""
+        if isinstance(message, SetTenant):
+            self.gap.restart()
         self.hear(self.core.handle(message, self.clock.now))
 
     def open_session(self, tenant: str) -> Session:
@@ -368,6 +380,7 @@ class Witness:
             said += core.idle(self.clock.now)
         self.hear(said)
         core.check_invariants()
+        self.gap.check()
         self._poison()
         if self.counts["steps"] % 8 == 0:
             self._compare_ids()
@@ -401,6 +414,7 @@ class Witness:
             # A retry that fails as well is a failure of whoever is in it.
             self._job_of(ids[0]).may_fail = True
         output = self.runner.execute(plan)
+        self.gap.count_step(plan, output)
         self._check_loads()
         self._tainted = [
             block_id for chunk in plan.chunks if chunk.request_id in output.failed for block_id in chunk.block_ids

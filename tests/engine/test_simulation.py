@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
+from chatd.engine.fairness import VirtualCounters
 from chatd.engine.messages import RequestClass
 from chatd.engine.sampling import SamplingParams
 from chatd.testing.night import HASHES, Run, all_runs, describe, simulate_all, simulate_run
@@ -53,6 +54,33 @@ def test_every_invariant_holds_after_every_step(shape, hash_name):
         assert counts["moves alone"] > 0, "no step only moved blocks"
     if SHAPES[shape].disk_blocks:
         assert counts["from disk"] > 10, f"hardly anything came back from the disk: {counts}"
+
+
+# Two tenants that always wait, of weights one and four, and whatever else is asked for between.
+BACKLOG = Shape(
+    num_blocks=60,
+    max_model_len=40,
+    max_num_seqs=3,
+    max_sessions=8,
+    max_leases=30,
+    weights=(1.0, 4.0, 1.0),
+    floors=(0, 0, 0),
+    public=0.0,
+    backlog=3,
+)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tenants_that_wait_all_the_time_are_served_by_their_weights(seed):
+    run = simulate(seed, STEPS, shape=BACKLOG)
+    assert run.gap.num_compared >= STEPS
+    assert run.gap.largest < 0.5
+
+
+def test_where_nothing_is_charged_the_gap_is_beyond_its_bound(monkeypatch):
+    monkeypatch.setattr(VirtualCounters, "charge", lambda *_: None)
+    with pytest.raises(AssertionError, match="I15"):
+        simulate(0, STEPS, shape=BACKLOG)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -37,6 +37,15 @@ SCHEDULE_FAULTS = (
         TEST_SCHEDULER + "an_answers_tokens_are_service_as_a_prompts_are",
     ),
     fault(
+        "nothing is charged",
+        "who asks for much gets much, whatever others pay",
+        FAIRNESS,
+        "        self._counters[tenant] = self._counters.get(tenant, 0.0) + cost / self.weight(tenant)\n",
+        "",
+        "tests/engine/test_simulation.py::test_tenants_that_wait_all_the_time_are_served_by_their_weights",
+        says="I15",
+    ),
+    fault(
         "a tenant that returns is not lifted",
         "who was away takes the whole machine until it has caught up",
         FAIRNESS,
