@@ -4,13 +4,16 @@ import re
 import sys
 from itertools import product
 
+import msgspec
 import pytest
+from textual.widgets import OptionList
 
 from chatd import protocol as p
 from chatd.testing.scripted_daemon import Script, ScriptedDaemon
 from chatd_tui.app import ChatApp
 from chatd_tui.clean import clean, clean_line
 from chatd_tui.messages import LinkChosen
+from chatd_tui.screens.found import FoundScreen
 from chatd_tui.screens.pool import session_table
 from chatd_tui.views import ItemView, SessionRow
 from chatd_tui.widgets.answer import AnswerMessage
@@ -131,6 +134,27 @@ async def test_every_string_goes_through_every_widget_as_text(daemon: ScriptedDa
                 session_table([blocks(text)], 60)
                 assert app.chat.status_line.render().cell_length <= 90
         assert app.is_running
+
+
+async def test_what_a_search_found_and_what_an_edit_shows_is_text(daemon: ScriptedDaemon, make_app, wait_until) -> None:
+    app: ChatApp = make_app(daemon)
+    async with app.run_test(size=(90, 30)) as pilot:
+        await wait_until(lambda: app.chat.title_bar.view.phase == "connected")
+        for text in CORPUS:
+            app.chat.composer.begin_edit("m", clean(text))
+            assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", app.chat.composer.text)
+            app.chat.composer.leave_edit()
+        for query in CORPUS[:: len(CORPUS) // 4]:
+            app.show_found(
+                query, [msgspec.structs.replace(session_info(text), id=f"s{n}") for n, text in enumerate(CORPUS)]
+            )
+            await wait_until(lambda: isinstance(app.screen, FoundScreen) and bool(app.screen.query(OptionList)))
+            found = app.screen.query_one(OptionList)
+            assert found.option_count == len(CORPUS)
+            shown = "\n".join(str(option.prompt) for option in found.options)
+            assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
+            await pilot.press("escape")
+            await wait_until(lambda: app.screen is app.chat)
 
 
 @pytest.mark.parametrize("size", [1, 3])

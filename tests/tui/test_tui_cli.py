@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import typer
 
+from chatd import protocol as p
 from chatd.errors import EnvironmentProblem, InvalidRequest
-from chatd.testing.scripted_daemon import ScriptedDaemon
+from chatd.testing.scripted_daemon import Script, ScriptedDaemon
 from chatd_tui import app as tui_app
 from chatd_tui import cli
 
@@ -59,6 +60,31 @@ async def test_keys_as_real_terminals_send_them_make_lines(make_terminal, wait_u
         terminal.write(b"\x03\x03")
         await wait_until(lambda: terminal.process.returncode == 0)
     assert next(iter(daemon.sessions.values())).items[0].content == "1\n2\n3\n4\n5"
+
+
+async def test_versions_are_made_and_shown_by_the_keys_of_a_terminal(make_terminal, wait_until) -> None:
+    async with ScriptedDaemon([Script(deltas=["FIRST"]), Script(deltas=["SECOND"])]) as daemon:
+        async with make_terminal([*COMMAND, daemon.url]) as terminal:
+            await wait_until(lambda: b"connected" in terminal.output)
+            terminal.write(b"one\r")
+            await wait_until(lambda: b"FIRST" in terminal.output)
+            await wait_until(lambda: next(iter(daemon.sessions.values())).response is None)
+            await wait_until(lambda: b"tok/s" in terminal.output)
+            terminal.write(b"/edit\r")
+            await wait_until(lambda: b"another version" in terminal.output)
+            terminal.write(b"!\r")
+            await wait_until(lambda: b"SECOND" in terminal.output and b"2/2" in terminal.output)
+            await wait_until(lambda: next(iter(daemon.sessions.values())).response is None)
+            terminal.write(b"\t")
+            await wait_until(lambda: b"versions" in terminal.output)
+            terminal.write(b"\x1b[A")
+            terminal.write(b"\x1b[D")
+            await wait_until(lambda: isinstance(daemon.commands[-1], p.BranchSelect))
+            await wait_until(lambda: b"1/2" in terminal.output)
+            terminal.write(b"/quit\r")
+            await wait_until(lambda: terminal.process.returncode == 0)
+        items = next(iter(daemon.sessions.values())).items
+        assert [item.content for item in items] == ["one", "FIRST"]
 
 
 class StartedDaemon:

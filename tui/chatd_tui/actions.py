@@ -51,7 +51,7 @@ class Actions:
 
     # Messages.
 
-    async def edit(self, argument: str) -> None:
+    async def edit(self, _: str) -> None:
         """Put the selected message of the user's, or the one before what is selected, into the input."""
         views = self._upto_selected()
         said = next((view for view in reversed(views) if view.role == "user"), None)
@@ -59,7 +59,7 @@ class Actions:
             self._say("there is no message of yours to edit")
             return
         self._app.chat.transcript.select(said.id)
-        self._app.chat.composer.begin_edit(said.id, argument or said.text)
+        self._app.chat.composer.begin_edit(said.id, said.text)
         self._app.chat.write()
 
     async def regenerate(self, argument: str) -> None:

@@ -162,7 +162,7 @@ class ChatApp(App[None]):
         composer = self.chat.composer
         typed = parse(message.text)
         if isinstance(typed, Typed):
-            await self._run_typed(typed)
+            await self._run_typed(typed, message.text)
             return
         if self.conversation.busy:
             self.chat.status = StatusView("warning", "an answer is in progress", "Esc stops it, then send")
@@ -186,7 +186,7 @@ class ChatApp(App[None]):
             self.show_error(error)
             self.chat.composer.begin_edit(item, text)
 
-    async def _run_typed(self, typed: Typed) -> None:
+    async def _run_typed(self, typed: Typed, text: str) -> None:
         command = find(COMMANDS, typed.name)
         if command is None:
             near = [f"/{close.name}" for close in similar(COMMANDS, typed.name)] if typed.name else []
@@ -196,8 +196,11 @@ class ChatApp(App[None]):
         if command.needs_argument and not typed.argument:
             self.chat.status = StatusView("warning", f"/{command.name} wants {command.hint}", command.help)
             return
-        if await self.run_command(command, typed.argument) and self.chat.composer.editing is None:
-            self.chat.composer.clear()
+        # What is typed next belongs to what the command shows.
+        composer = self.chat.composer
+        composer.clear()
+        if not await self.run_command(command, typed.argument) and not composer.text:
+            composer.begin_command(text)
 
     # Commands.
 

@@ -13,7 +13,7 @@ from textual.binding import Binding, BindingType
 from textual.widgets import TextArea
 
 from chatd_tui.clean import clean
-from chatd_tui.commands import Suggestion, Typed, as_typed, parse
+from chatd_tui.commands import Suggestion, as_typed
 from chatd_tui.keys import NEWLINE_KEYS
 from chatd_tui.messages import Submitted
 from chatd_tui.widgets.suggestion_list import SuggestionList
@@ -141,8 +141,7 @@ class Composer(TextArea):
     def begin_edit(self, item_id: str, message: str) -> None:
         """Edit a message here; what was begun comes back when it is left."""
         if self.editing is None:
-            # The command that asked for it is no draft.
-            self._draft = "" if isinstance(parse(self.text), Typed) else self.text
+            self._draft = self.text
         self.editing = item_id
         self.border_title = "another version of this message · Esc leaves it"
         self.add_class("-editing")

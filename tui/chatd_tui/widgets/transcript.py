@@ -195,6 +195,13 @@ class Transcript(VerticalScroll, inherit_bindings=False):
 
     def on_key(self, event: events.Key) -> None:
         """Do what a key does to the selected message; whatever else is typed goes to the input."""
+        focused = self.screen.focused
+        if focused is not None and focused is not self:
+            # Typed before the keyboard went to the input, and meant for that.
+            event.stop()
+            event.prevent_default()
+            focused.post_message(events.Key(event.key, event.character))
+            return
         wanted = self._message_keys.get(event.key if len(event.key) > 1 else event.character or "")
         if wanted is not None and self._selected is not None:
             event.stop()
