@@ -139,6 +139,21 @@ async def test_waiting_says_the_place_and_the_reason_and_reading_its_progress(ma
         assert StatusView("busy", "reading the prompt, 512 of 2k tokens", "256 from the cache") in seen
 
 
+async def test_the_list_says_at_once_where_a_session_went(
+    daemon: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    app = make_app(daemon)
+    async with app.run_test(size=(120, 30)) as pilot:
+        await wait_until(connected(app))
+        await say(pilot, "first")
+        await wait_until(lambda: bool(answers(app)) and status(app).kind == "idle")
+        sessions = app.chat.query_one(SessionList)
+        await wait_until(lambda: sessions.option_count == 2)
+        assert "disk" not in str(sessions.get_option_at_index(1).prompt)
+        app.post_message(SessionNews("ses_1", p.SessionTier(session="ses_1", tier="disk", why="pressure")))
+        await wait_until(lambda: "disk" in str(sessions.get_option_at_index(1).prompt))
+
+
 async def test_sessions_are_listed_and_switched_and_a_new_one_begins_empty(
     daemon: ScriptedDaemon, make_app: MakeApp, wait_until
 ) -> None:

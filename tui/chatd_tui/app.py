@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
 from textual.app import App
 from textual.binding import Binding, BindingType
 
@@ -22,6 +23,7 @@ from chatd.protocol import (
     ResponseIncomplete,
     ServerDraining,
     SessionInfo,
+    SessionTier,
     SessionUpdated,
 )
 from chatd_tui import messages, status_text
@@ -128,6 +130,12 @@ class ChatApp(App[None]):
             self._sessions = [event.info if info.id == event.info.id else info for info in self._sessions]
             self._draw_sessions()
             return
+        if isinstance(event, SessionTier):
+            self._sessions = [
+                msgspec.structs.replace(info, tier=event.tier) if info.id == event.session else info
+                for info in self._sessions
+            ]
+            self._draw_sessions()
         await self.conversation.apply(event)
         if isinstance(event, ResponseCompleted | ResponseIncomplete):
             self.run_worker(self.link.refresh_sessions(), group="list", exclusive=True)
