@@ -18,6 +18,7 @@ the same origin.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import struct
@@ -72,6 +73,8 @@ def write_block(path: Path, origin: Origin, payload: memoryview) -> None:
     header[_CHECKSUM] = _checksum(header, payload)
     descriptor = os.open(path, _WRITE_FLAGS, 0o600)
     try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "another user's file is in its place")
         for part in (memoryview(header), payload):
             while part:
                 part = part[os.write(descriptor, part) :]
@@ -93,6 +96,8 @@ def read_block(path: Path, origin: Origin, payload: memoryview) -> None:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_size != file_bytes(len(payload)):
             raise RefusedBlock("size")
+        if status.st_uid != os.geteuid():
+            raise RefusedBlock("owner")
         found = bytearray(HEADER_BYTES)
         expected = _header(origin, len(payload))
         if _fill(descriptor, memoryview(found)):

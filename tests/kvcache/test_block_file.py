@@ -224,3 +224,11 @@ def test_no_descriptor_stays_open(path):
         read_block(path, ORIGIN, memoryview(bytearray(BLOCK_BYTES)))
         refusal(path, ORIGIN._replace(parent=b""))
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_of_another_user_is_neither_read_nor_filled(path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    assert refusal(path) == "owner"
+    with pytest.raises(PermissionError, match="another user's file"):
+        write_block(path, ORIGIN, payload())
+    assert path.stat().st_size == 0
