@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from chatd_tui.views import MeterView, duration_ms, percent, rate, short_number
@@ -23,6 +25,20 @@ def test_the_meter_drops_what_matters_least_where_there_is_no_room(width: int, e
     line = meter_line(FULL, width)
     assert line.plain == expected
     assert line.cell_length <= width
+
+
+@pytest.mark.parametrize(
+    ("tier", "width", "expected"),
+    [
+        ("device", 80, "KV ▓▓▓▓▓▒▒░ 61% · hit 87% · 38 tok/s · TTFT 120 ms · ctx 1.2k/8.2k · in memory"),
+        ("device", 70, "KV ▓▓▓▓▓▒▒░ 61% · hit 87% · 38 tok/s · TTFT 120 ms · ctx 1.2k/8.2k"),
+        ("disk", 50, "KV ▓▓▓▓▓▒▒░ 61% · hit 87% · 38 tok/s · on disk"),
+        ("tokens", 30, "KV ▓▓▓▓▓▒▒░ 61% · 38 tok/s"),
+        ("\x1b[2J", 80, "KV ▓▓▓▓▓▒▒░ 61% · hit 87% · 38 tok/s · TTFT 120 ms · ctx 1.2k/8.2k · ␛[2J"),
+    ],
+)
+def test_where_the_memory_is_matters_more_when_it_is_elsewhere(tier: str, width: int, expected: str) -> None:
+    assert meter_line(replace(FULL, tier=tier), width).plain == expected
 
 
 def test_nothing_known_is_an_empty_line() -> None:

@@ -245,6 +245,7 @@ async def test_sessions_are_renamed_pinned_archived_and_found(
             await wait_until(lambda: isinstance(app.screen, FoundScreen))
             await pilot.press("down", "enter")
             await wait_until(lambda: app.screen is app.chat and texts(app)[:1] == ["about lakes"])
+            await wait_until(lambda: app.chat.title_bar.view.session == "about lakes")
             await type_line(pilot, "/archive")
             await wait_until(lambda: app.chat.status.text == "no longer archived")
             await type_line(pilot, "/search [/nothing]")

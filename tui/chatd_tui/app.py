@@ -374,7 +374,9 @@ class ChatApp(App[None]):
         if state is not None:
             phase, connection = state.phase.value, status_text.connection_text(state)
         hello = self._hello
-        title = next((info.title for info in self._sessions if info.id == self.link.session), "")
+        # An archived one is in no list.
+        known = [*self._sessions, *([self.link.info] if self.link.info is not None else [])]
+        title = next((info.title for info in known if info.id == self.link.session), "")
         bar.view = TitleView(
             model=clean_line(hello.model.id, 60) if hello else "",
             who=clean_line(hello.tenant if hello.tenant == hello.user else f"{hello.tenant}/{hello.user}", 60)
