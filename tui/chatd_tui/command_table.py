@@ -14,7 +14,7 @@ SETTINGS = tuple(f"{name}=" for name in Params.__struct_fields__)
 COMMANDS: tuple[Command, ...] = (
     Command(
         "edit",
-        "write your message anew, as another version beside it",
+        "write your message anew, beside this version",
         MESSAGES,
         Actions.edit,
         message_keys=(("e", ""),),
@@ -25,7 +25,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         "regenerate",
-        "have the answer again, as another version beside it",
+        "have the answer again, beside this version",
         MESSAGES,
         Actions.regenerate,
         hint="[NAME=VALUE …]",
