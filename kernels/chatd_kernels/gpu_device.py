@@ -21,16 +21,19 @@ class DeviceFacts:
         has_fp8: Whether e4m3 converts in one instruction (NVIDIA from sm_89 on).
         fits_wide_tiles: Whether shared memory holds two stages of wide tiles (160 KiB a block; NVIDIA's sm_80 and
             sm_90).
+        has_shared_operands: Whether matrix products read their operands from shared memory, which leaves more registers
+            (NVIDIA from sm_90 on).
     """
 
     num_processors: int
     has_fp8: bool
     fits_wide_tiles: bool
+    has_shared_operands: bool
 
 
-INTERPRETED = DeviceFacts(num_processors=2, has_fp8=False, fits_wide_tiles=False)
-SM_80 = DeviceFacts(num_processors=108, has_fp8=False, fits_wide_tiles=True)
-SM_90 = DeviceFacts(num_processors=132, has_fp8=True, fits_wide_tiles=True)
+INTERPRETED = DeviceFacts(num_processors=2, has_fp8=False, fits_wide_tiles=False, has_shared_operands=False)
+SM_80 = DeviceFacts(num_processors=108, has_fp8=False, fits_wide_tiles=True, has_shared_operands=False)
+SM_90 = DeviceFacts(num_processors=132, has_fp8=True, fits_wide_tiles=True, has_shared_operands=True)
 
 
 def device_facts(device: torch.device) -> DeviceFacts:
@@ -49,6 +52,7 @@ def _gpu_facts(index: int) -> DeviceFacts:
         num_processors=properties.multi_processor_count,
         has_fp8=is_nvidia and capability >= (8, 9),
         fits_wide_tiles=is_nvidia and (capability == (8, 0) or properties.major in (9, 10)),
+        has_shared_operands=is_nvidia and properties.major in (9, 10),
     )
 
 

@@ -159,3 +159,5 @@ def test_what_does_not_fit_is_refused() -> None:
         paged_attention(q.double(), paged.cache, 1, metadata, out, 0.125)
     with pytest.raises(ValueError, match="window 0"):
         paged_attention(q, paged.cache, 1, metadata, out, 0.125, 0)
+    with pytest.raises(ValueError, match=r"soft cap 5.0: scores are capped on GPUs only"):
+        paged_attention(q, paged.cache, 1, metadata, out, 0.125, None, 5.0)

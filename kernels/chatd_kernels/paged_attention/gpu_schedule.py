@@ -79,9 +79,10 @@ def tile_shapes(
     if group > 64:
         raise ValueError(f"{group} query heads share a KV head, the limit is 64")
     is_half = layout.dtype.itemsize == 2
-    # In deterministic mode a program holds what it gathered and the segment's; codes become numbers in registers.
+    # What keeps registers from spilling: in deterministic mode a program holds what it gathered and a segment's,
+    # codes become numbers in registers, and so do operands where products do not read them from shared memory.
     is_wide = facts.fits_wide_tiles and layout.head_dim <= 128 and is_half and not is_deterministic
-    widest = 64 if is_deterministic else 128
+    widest = 128 if facts.has_shared_operands and not is_deterministic else 64
     positions = 64 if layout.head_dim <= widest and layout.dtype != torch.float32 else 32
     rows = 128 if is_wide else 64
     warps = 4 if rows == 64 and layout.head_dim <= 64 and is_half else 8

@@ -170,9 +170,9 @@ def test_padding_writes_nothing_and_changes_nothing() -> None:
 
 
 def test_slots_that_nobody_owns_have_no_influence() -> None:
-    case = make([(70, 69), (50, 20)])
+    case = make([(70, 69), (30, 20)])
     clean = case.attend(case.metadata(longest=1 << 20))
-    for poison in (float("inf"), -60000.0, 0.0):
+    for poison in (float("inf"), -60000.0):
         dirty = torch.full((2, 64), poison)
         for slot in set(range(case.cache.num_blocks * 16)) - case.owned:
             case.cache.write_slot(slot, 1, dirty, dirty)
