@@ -71,8 +71,8 @@ TIER_FAULTS = (
         "a fetched block is found before the disk has read it",
         "a request loads what the slot held before",
         TIERS,
-        "        block = self._blocks[digest] = self._reading[slot] = HostBlock(digest, origin, slot, tenant, lease_id)\n",
-        "        block = self._blocks[digest] = self._reading[slot] = HostBlock(digest, origin, slot, tenant, lease_id)\n"
+        "self._blocks[digest] = self._reading[slot] = HostBlock(digest, origin, slot, tenant, lease_id)\n",
+        "self._blocks[digest] = self._reading[slot] = HostBlock(digest, origin, slot, tenant, lease_id)\n"
         "        self._make_ready(self._blocks[digest])\n",
         TEST_TIERS + "a_fetched_block_is_found_when_the_disk_says_that_it_is_whole",
     ),
