@@ -74,7 +74,7 @@ def test_every_place_where_a_token_can_stand_is_known() -> None:
         *("num_tokens_kept", "position", "num_free", "num_cached", "num_active", "num_evictions"),
         *("output_tokens_per_s", "num_running", "num_waiting", "tenants", "leases", "states", "owners", "tiers"),
         *("steps", "step_s", "model_s", "num_preemptions", "num_failed_steps", "integrity_errors", "num_swapped"),
-        *("num_joins", "num_held", "num_tokens", "code", "message", "exit_code"),
+        *("num_joins", "num_held", "num_tokens", "move_s", "code", "message", "exit_code"),
     }
     messages = (*FrontMessage.__args__, *EngineMessage.__args__)
     found = {field.name for message in messages for field in msgspec.structs.fields(message)}
