@@ -66,7 +66,7 @@ async def test_it_loads_serves_ignores_signals_is_replaced_and_leaves_nothing(ti
         assert (done.reason, done.num_output_tokens) == (FinishReason.MAX_OUTPUT_TOKENS, 6)
 
         async with asyncio.timeout(TIMEOUT_S):
-            while "in receive" not in log.read_text():  # noqa: ASYNC110
+            while "in receive" not in log.read_text():
                 os.kill(first, STACKS_SIGNAL)  # An idle engine is elsewhere for moments: it looks over its state.
                 await asyncio.sleep(0.01)
         client.send(submit(4, [5]))
