@@ -171,7 +171,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         "quit",
-        "quit; answers go on in the daemon",
+        "quit; answers go on while the daemon runs",
         ABOUT,
         Actions.quit,
         keys=("ctrl+q",),
