@@ -183,7 +183,9 @@ class SessionSimulation:
         if watched is None:
             return False
         session = watched.session
-        commands = [self.manager.user_message(session, self._message(watched)) for _ in range(3)]
+        # Drawn before any command is made: whoever draws may end the run, and a command that is made has to be awaited.
+        messages = [self._message(watched) for _ in range(3)]
+        commands = [self.manager.user_message(session, message) for message in messages]
         commands.append(self.manager.regenerate(session, ResponseRegenerate(session=session.id)))
         before = session.turn
         results = await self._done(asyncio.gather(*commands, return_exceptions=True))
@@ -287,8 +289,9 @@ class SessionSimulation:
         watched = self._any()
         if watched is None:
             return False
-        task = asyncio.create_task(self.manager.user_message(watched.session, self._message(watched)))
-        for _ in range(self.rng.randrange(4)):
+        message, patience = self._message(watched), self.rng.randrange(4)
+        task = asyncio.create_task(self.manager.user_message(watched.session, message))
+        for _ in range(patience):
             await asyncio.sleep(0)
         task.cancel()
         (result,) = await asyncio.gather(task, return_exceptions=True)

@@ -132,6 +132,9 @@ class RealEngine:
 
     def step(self):
         self.clock.advance(0.01)
+        if self.disk is not None:
+            # A disk has its time, not that of a clock which goes on with each look at it.
+            self.core.tiers.disk.settle(10.0)
         self._keep(self.core.step(self.clock.now))
 
     def run(self, max_steps=5000):
