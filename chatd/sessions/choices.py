@@ -30,10 +30,12 @@ class Choices:
 
     Args:
         completions: At least one, in the order of their index.
+        num_beams: Of the search that finds them; 0 where each is an answer of its own.
     """
 
-    def __init__(self, completions: Sequence[Completion]) -> None:
+    def __init__(self, completions: Sequence[Completion], num_beams: int = 0) -> None:
         self.completions = completions
+        self._num_beams = num_beams
         self._open = list(range(len(completions)))
         self._changed = asyncio.Event()
         for completion in completions:
@@ -62,7 +64,9 @@ class Choices:
     def num_charged_tokens(self) -> int:
         """What is counted against a quota, once all have ended: tokens that were computed."""
         usage = self.usage
-        outputs = sum(c.usage.output_tokens for c in self.completions if c.usage is not None)
+        answers = [c.usage.output_tokens for c in self.completions if c.usage is not None]
+        # Every beam of a search goes on for at least as long as the longest sequence that is returned.
+        outputs = self._num_beams * max(answers, default=0) if self._num_beams else sum(answers)
         return outputs if usage is None else usage.input_tokens - usage.cached_tokens + outputs
 
     def __aiter__(self) -> Choices:

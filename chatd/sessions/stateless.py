@@ -100,7 +100,7 @@ class StatelessDoor:
             if nameless is not None and nameless.turn is None and not self.known.holds(nameless):
                 self._drop(nameless)
         self._expire(owner)
-        return Choices([completion, *others])
+        return Choices([completion, *others], 0 if request.beam is None else request.beam.width)
 
     def _sample(self, first: Turn, params: Params, others: Sequence[Completion]) -> None:
         """Start more answers to a prompt, each in a session of its own that shares it."""

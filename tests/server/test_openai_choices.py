@@ -194,6 +194,17 @@ async def test_a_search_gives_its_sequences_best_first(start) -> None:
         assert ids.base_len + len(ids.new_ids) == later.usage.prompt_tokens
 
 
+async def test_a_search_pays_for_every_beam(start) -> None:
+    quotas = {"tokens_per_minute": 60}  # One comes back in a second: what was charged can still be seen.
+    async with start(lambda _log: encode_text("best"), quotas=quotas) as running, official(running) as client:
+        answer = await ask(client, max_tokens=20, extra_body={"use_beam_search": True, "best_of": 4})
+        quota = running.daemon.quotas.of(next(iter(running.daemon.quotas._keys)))
+        await eventually(lambda: quota.num_inflight == 0)
+        (tokens,) = quota.state()
+        charged = answer.usage.prompt_tokens + 4 * answer.usage.completion_tokens
+        assert tokens["limit"] - tokens["remaining"] in (charged, charged - 1)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
