@@ -175,6 +175,19 @@ class SessionSettings(_Section):
     )
 
 
+class JournalSettings(_Section):
+    """Where conversations are kept."""
+
+    enabled: bool = Field(
+        True, description="Keep conversations across restarts; without it they live as long as the daemon."
+    )
+    directory: Path | None = Field(
+        None,
+        description="Where the journal is: a directory that only this daemon's user can read; `journal` in your state"
+        " folder where absent. One daemon at a time uses it.",
+    )
+
+
 class QuotaSettings(_Section):
     """Limits of one key; 0 is none."""
 
@@ -229,6 +242,7 @@ class Settings(BaseSettings):
     model: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()
     sessions: SessionSettings = SessionSettings()
+    journal: JournalSettings = JournalSettings()
     quotas: QuotaSettings = QuotaSettings()
     tenants: dict[str, TenantSettings] = Field({}, description="Shares by tenant name; others get the defaults.")
     public_prompts: dict[str, PublicPromptSettings] = Field(

@@ -125,6 +125,14 @@ class Unavailable(ChatdError):
     http_status = 503
 
 
+class StorageError(ChatdError):
+    """What had to be kept could not be written: no room, or an I/O error. Nothing was acknowledged."""
+
+    code = "storage_error"
+    error_type = "server_error"
+    http_status = 503
+
+
 class EngineError(ChatdError):
     """The engine failed while it computed this request."""
 

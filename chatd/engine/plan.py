@@ -18,16 +18,20 @@ from chatd.kvcache.block import HostSlot as HostSlot
 
 RequestId = NewType("RequestId", int)
 
+PENDING_TOKEN = -1
+"""In the place of the one token of a decode that is planned one step ahead: what the step before draws for it."""
+
 
 class SampleSpec(msgspec.Struct, frozen=True):
     """How the token after a chunk's last row is drawn.
 
     Attributes:
         params: The request's parameters.
-        output_position: How many tokens of the answer exist already; the draw's number.
+        output_position: How many tokens of the answer exist already, a pending one included; the draw's number.
         stop_token_ids: The ids that `min_tokens` forbids for now; empty where it does not apply.
         prompt_ids: The ids before the answer, only where the parameters need history.
-        output_ids: The ids of the answer so far, likewise. Both are read during the step only and never copied here.
+        output_ids: The ids of the answer so far, likewise, without a pending one. Both are read during the step only
+            and never copied here.
         num_candidates: Above 0 nothing is drawn: so many of the likeliest tokens are wanted, with log probabilities.
     """
 
@@ -46,7 +50,7 @@ class Chunk:
     Attributes:
         request_id: Whose rows these are.
         start: The position of the first row; everything before it is in the block table's slots.
-        token_ids: The rows' tokens.
+        token_ids: The rows' tokens; `(PENDING_TOKEN,)` where the step before, which is still running, draws it.
         block_ids: The block table up to and including the block of the last row. The table's own list, not a copy:
             it does not change until the plan is committed or discarded, and is not to be kept beyond that.
         sample: Set where the last row's logits are drawn from.
@@ -149,4 +153,23 @@ class Runner(Protocol):
 
     def execute(self, plan: Plan) -> StepOutput:
         """Run one step. An exception means that nothing of the plan may become visible."""
+        ...
+
+
+class StepInFlight(Protocol):
+    """A step that was launched and may still run."""
+
+    def result(self) -> StepOutput:
+        """Wait for its end. An exception means that nothing of its plan, nor of a later one, may become visible."""
+        ...
+
+
+class PipelinedRunner(Runner, Protocol):
+    """A runner that takes a second plan while the first one runs: one step ahead.
+
+    The second plan may have pending tokens, of requests that draw in the first; everything else in it is known.
+    """
+
+    def launch(self, plan: Plan) -> StepInFlight:
+        """Start a step behind the one in flight, and return without waiting for either."""
         ...

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from chatd.engine.client import EngineEvent
 from chatd.engine.messages import FrontMessage, Ready
+from chatd.journal.records import Change, MessageRecord, SaveAnswer, SessionRecord
 from chatd.protocol import Message
 from chatd.sessions.detokenizer import Detokenizer
 
@@ -68,4 +69,49 @@ class Vocabulary(Protocol):
 
     def detokenizer(self) -> Detokenizer:
         """Return a detokenizer for one answer."""
+        ...
+
+
+class Journal(Protocol):
+    """What sessions need of `journal.journal.Journal`: what is committed survives a crash of everything.
+
+    All methods are called on the event loop, which none of them blocks for longer than a dictionary's work.
+    """
+
+    async def commit(self, changes: Sequence[Change]) -> None:
+        """Return when all changes are durable; commits that come together share one (group commit).
+
+        They take effect in the order of the calls. Raises `StorageError` where nothing of them was kept: no room, an
+        I/O error, a closed journal.
+        """
+        ...
+
+    def append_tokens(self, message: str, start: int, ids: Sequence[int]) -> None:
+        """Note tokens of an answer in flight; they are written soon, and never waited for.
+
+        `start` is the position in the answer; what is known from there on is replaced.
+        """
+        ...
+
+    async def sessions(self) -> list[SessionRecord]:
+        """Return every session, for the daemon's start."""
+        ...
+
+    async def in_flight(self) -> list[tuple[str, str]]:
+        """Return (session id, message id) of every answer that has not ended."""
+        ...
+
+    async def messages(self, session: str) -> list[MessageRecord]:
+        """Return a session's messages, parents before children, siblings in the order they were added.
+
+        An answer in flight has the ids that were written.
+        """
+        ...
+
+    async def search(self, tenant: str, user: str, query: str, limit: int) -> list[str]:
+        """Return ids of an owner's sessions whose messages or titles match, the best first."""
+        ...
+
+    async def answers(self, since: float) -> list[SaveAnswer]:
+        """Return the kept answers to commands, oldest first, for the daemon's start."""
         ...

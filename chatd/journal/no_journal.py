@@ -1,0 +1,37 @@
+"""A journal that keeps nothing, for a daemon whose conversations end with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chatd.journal.records import Change, MessageRecord, SaveAnswer, SessionRecord
+
+
+class NoJournal:
+    """Takes every change and forgets it; as `sessions.ports.Journal`."""
+
+    async def commit(self, changes: Sequence[Change]) -> None:
+        """Return at once."""
+
+    def append_tokens(self, message: str, start: int, ids: Sequence[int]) -> None:
+        """Do nothing."""
+
+    async def sessions(self) -> list[SessionRecord]:
+        """Return nothing."""
+        return []
+
+    async def in_flight(self) -> list[tuple[str, str]]:
+        """Return nothing."""
+        return []
+
+    async def messages(self, session: str) -> list[MessageRecord]:
+        """Return nothing."""
+        return []
+
+    async def search(self, tenant: str, user: str, query: str, limit: int) -> list[str]:
+        """Return nothing."""
+        return []
+
+    async def answers(self, since: float) -> list[SaveAnswer]:
+        """Return nothing."""
+        return []

@@ -1,0 +1,199 @@
+"""What the journal keeps, as plain records. Knows no session object, no engine and no database.
+
+A list of changes is committed as a whole or not at all. Token ids are the truth of a conversation (`vocabulary` says
+whose ids they are); the text beside them is what was shown.
+"""
+
+from __future__ import annotations
+
+from array import array
+from datetime import date
+
+import msgspec
+
+from chatd.engine.sampling import SamplingParams
+from chatd.protocol import ItemStatus, Params, Role, Timings, Usage
+
+ID_TYPE = "I"
+"""Of the arrays of token ids."""
+
+
+class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A session without its messages.
+
+    Attributes:
+        id: Stable.
+        tenant: Whose, from the key.
+        user: Likewise.
+        title: May be empty.
+        system: The system prompt.
+        params: The session's own.
+        metadata: The client's.
+        created_at: Unix seconds.
+        updated_at: Likewise; orders lists.
+        date: What a template that writes the date writes.
+        archived: Not in the usual list.
+        pinned: Kept longer, shown first.
+        closed: Its KV was given up by its owner.
+        head: The last message of the path that is shown; None before the first.
+        vocabulary: Digest of the tokenizer and the template whose ids the messages have. With others the ids mean
+            nothing, and the conversation is encoded again from its text.
+        model: The name of the model that last answered.
+    """
+
+    id: str
+    tenant: str
+    user: str
+    title: str
+    system: str | None
+    params: Params
+    metadata: dict[str, str]
+    created_at: float
+    updated_at: float
+    date: date
+    archived: bool
+    pinned: bool
+    closed: bool
+    head: str | None
+    vocabulary: str
+    model: str
+
+
+class MessageRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A message of a tree, as `sessions.conversation.Node`; forks share messages.
+
+    Attributes:
+        id: Stable, and unique in the journal.
+        parent: The message before it.
+        role: Who wrote it.
+        content: The text; of an answer in flight, empty: its ids tell.
+        status: "in_progress" for an answer in flight.
+        created_at: Unix seconds.
+        is_answer: It was computed here, so it has ids.
+        prompt_ids: Of an answer: ids between the answer before and this one.
+        ids: Of an answer: its tokens.
+        reason: Of an answer that ended.
+        usage: Likewise.
+        timings: Likewise.
+        sampling: Of an answer: resolved parameters with their seed.
+        stop_strings: Of an answer.
+        key_id: Of an answer: whose key asked for it, for its usage.
+        request_class: Of an answer: its place in the schedule.
+        num_deaths: Of an answer in flight: engine processes that died while it ran.
+    """
+
+    id: str
+    parent: str | None
+    role: Role
+    content: str
+    status: ItemStatus
+    created_at: float
+    is_answer: bool = False
+    prompt_ids: array[int] = msgspec.field(default_factory=lambda: array(ID_TYPE))
+    ids: array[int] = msgspec.field(default_factory=lambda: array(ID_TYPE))
+    reason: str | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+    sampling: SamplingParams | None = None
+    stop_strings: tuple[str, ...] = ()
+    key_id: str = ""
+    request_class: str = "interactive"
+    num_deaths: int = 0
+
+
+class SaveSession(msgspec.Struct, frozen=True):
+    """Write a session's row, new or changed."""
+
+    session: SessionRecord
+
+
+class SaveMessage(msgspec.Struct, frozen=True):
+    """Write a message, new or changed, and make it a message of a session.
+
+    A message that ends takes its tokens in flight with it: `ids` are all of them.
+    """
+
+    session: str
+    message: MessageRecord
+
+
+class ShareMessages(msgspec.Struct, frozen=True):
+    """Make messages that are there messages of another session too (a fork), in this order."""
+
+    session: str
+    messages: tuple[str, ...]
+
+
+class RemoveMessages(msgspec.Struct, frozen=True):
+    """Take messages out of a session (a failed turn); one that no session has any more is gone."""
+
+    session: str
+    messages: tuple[str, ...]
+
+
+class SaveAnswer(msgspec.Struct, frozen=True):
+    """Keep the answer to a command, so that a repeat gets it again, also after a restart.
+
+    Attributes:
+        tenant: Whose command.
+        user: Likewise.
+        command: Its id.
+        body: SHA-256 of the command.
+        event: The answer's frame, JSON.
+        at: Unix seconds; old answers are dropped.
+    """
+
+    tenant: str
+    user: str
+    command: str
+    body: bytes
+    event: bytes
+    at: float
+
+
+class CountUsage(msgspec.Struct, frozen=True):
+    """Add the tokens of a turn to its tenant's, key's and day's."""
+
+    tenant: str
+    key_id: str
+    day: date
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
+class EraseSession(msgspec.Struct, frozen=True):
+    """Remove a session and every message that no other session has, also from the full-text index and free pages."""
+
+    session: str
+
+
+Change = SaveSession | SaveMessage | ShareMessages | RemoveMessages | SaveAnswer | CountUsage | EraseSession
+
+
+class Erased(msgspec.Struct, frozen=True):
+    """What an erasure removed from the journal.
+
+    Attributes:
+        messages: Messages that are gone.
+        shared_messages: Messages that stay since a fork has them too.
+        tokens: Ids that are gone.
+        num_bytes: Of text and ids that are gone.
+    """
+
+    messages: int
+    shared_messages: int
+    tokens: int
+    num_bytes: int
+
+
+class UsageRow(msgspec.Struct, frozen=True):
+    """Tokens of one tenant, key and day (UTC); `requests` counts turns."""
+
+    tenant: str
+    key_id: str
+    day: date
+    requests: int
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int

@@ -1,0 +1,131 @@
+"""A journal in memory that can be told to fail, and that another manager can start from: a crash without files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from chatd.errors import StorageError
+from chatd.journal.records import (
+    ID_TYPE,
+    Change,
+    CountUsage,
+    EraseSession,
+    MessageRecord,
+    RemoveMessages,
+    SaveAnswer,
+    SaveMessage,
+    SaveSession,
+    SessionRecord,
+    ShareMessages,
+)
+
+
+class MemoryJournal:
+    """As `sessions.ports.Journal`, in dictionaries.
+
+    Attributes:
+        error: Raised by every commit while it is set.
+        before_commit: Called with the changes of each commit before they take effect; may raise `StorageError`.
+    """
+
+    def __init__(self) -> None:
+        self.error: StorageError | None = None
+        self.before_commit: Callable[[Sequence[Change]], None] | None = None
+        self.commits: list[list[Change]] = []
+        self.usage: list[CountUsage] = []
+        self._sessions: dict[str, SessionRecord] = {}
+        self._messages: dict[str, MessageRecord] = {}
+        self._members: dict[str, list[str]] = {}
+        self._answers: dict[tuple[str, str, str], SaveAnswer] = {}
+
+    async def commit(self, changes: Sequence[Change]) -> None:
+        """Take all changes, or none."""
+        if self.error is not None:
+            raise self.error
+        if self.before_commit is not None:
+            self.before_commit(changes)
+        self.commits.append(list(changes))
+        for change in changes:
+            self._apply(change)
+
+    def append_tokens(self, message: str, start: int, ids: Sequence[int]) -> None:
+        """Note tokens of an answer in flight."""
+        record = self._messages.get(message)
+        if record is not None and record.status == "in_progress" and self.error is None:
+            kept = record.ids[:start]
+            kept.extend(ids)
+            self._messages[message] = msgspec.structs.replace(record, ids=kept)
+
+    async def sessions(self) -> list[SessionRecord]:
+        """Return every session."""
+        return list(self._sessions.values())
+
+    async def in_flight(self) -> list[tuple[str, str]]:
+        """Return every answer that has not ended."""
+        return [
+            (session, message)
+            for session, members in self._members.items()
+            for message in members
+            if self._messages[message].status == "in_progress"
+        ]
+
+    async def messages(self, session: str) -> list[MessageRecord]:
+        """Return a session's messages."""
+        return [self._messages[message] for message in self._members.get(session, ())]
+
+    async def search(self, tenant: str, user: str, query: str, limit: int) -> list[str]:
+        """Return an owner's sessions that contain the query."""
+        words = query.casefold()
+        found = []
+        for record in self._sessions.values():
+            if (record.tenant, record.user) == (tenant, user):
+                texts = [record.title, *(self._messages[m].content for m in self._members.get(record.id, ()))]
+                if any(words in text.casefold() for text in texts):
+                    found.append(record.id)
+        return found[:limit]
+
+    async def answers(self, since: float) -> list[SaveAnswer]:
+        """Return the kept answers."""
+        return [answer for answer in self._answers.values() if answer.at >= since]
+
+    def _apply(self, change: Change) -> None:
+        match change:
+            case SaveSession(session=record):
+                self._sessions[record.id] = record
+                self._members.setdefault(record.id, [])
+            case SaveMessage(session=session, message=message):
+                # Its own copy, as a database has it.
+                own = msgspec.structs.replace(message, ids=message.ids[:], prompt_ids=message.prompt_ids[:])
+                assert own.ids.typecode == own.prompt_ids.typecode == ID_TYPE, "ids of another type"
+                self._messages[own.id] = own
+                self._add(session, own.id)
+            case ShareMessages(session=session, messages=ids):
+                for message_id in ids:
+                    self._add(session, message_id)
+            case RemoveMessages(session=session, messages=ids):
+                for message_id in ids:
+                    with suppress(ValueError):
+                        self._members[session].remove(message_id)
+                self._forget_unused(ids)
+            case SaveAnswer():
+                self._answers[change.tenant, change.user, change.command] = change
+            case CountUsage():
+                self.usage.append(change)
+            case EraseSession(session=session):
+                self._sessions.pop(session, None)
+                self._forget_unused(self._members.pop(session, []))
+
+    def _add(self, session: str, message: str) -> None:
+        assert message in self._messages, f"message {message} is not known"
+        members = self._members[session]
+        if message not in members:
+            members.append(message)
+
+    def _forget_unused(self, ids: Sequence[str]) -> None:
+        used = {message for members in self._members.values() for message in members}
+        for message_id in ids:
+            if message_id not in used:
+                self._messages.pop(message_id, None)
