@@ -39,6 +39,8 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
         vocabulary: Digest of the tokenizer and the template whose ids the messages have. With others the ids mean
             nothing, and the conversation is encoded again from its text.
         model: The name of the model that last answered.
+        num_items: Messages on the path to the head, for lists.
+        num_tokens: Ids of that path, likewise.
     """
 
     id: str
@@ -57,6 +59,8 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     head: str | None
     vocabulary: str
     model: str
+    num_items: int = 0
+    num_tokens: int = 0
 
 
 class MessageRecord(msgspec.Struct, frozen=True, kw_only=True):
