@@ -7,6 +7,7 @@ Like everything in a plan they count only when it is committed. Decides nothing 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 
 from chatd.engine.cost_model import CostModel, StepRoom
@@ -264,6 +265,17 @@ class BlockMoves:
         """Give up everything below the pool that a lease could be restored from."""
         for digest in self._names.all_of(lease):
             self.tiers.forget(digest)
+
+    def forget_sequence(self, tenant: str | None, token_ids: array[int], first: int) -> tuple[int, int]:
+        """Give up the blocks of a sequence from the place `first` on; return how many the host had, and the disk."""
+        if not self.is_on:
+            return 0, 0
+        num_host = num_disk = 0
+        for digest in self._names.of_sequence(tenant, token_ids)[first:]:
+            num_host += self.tiers.is_in_host(digest)
+            num_disk += self.tiers.is_on_disk(digest)
+            self.tiers.forget(digest)
+        return num_host, num_disk
 
     def counts(self, lease: Lease) -> tuple[int, int]:
         """Return the tokens of a lease beyond the pool's that the host has, and of the rest that the disk has.

@@ -21,12 +21,14 @@ from chatd.engine import invariants
 from chatd.engine.draft import Decision as Decision
 from chatd.engine.engine_config import EngineConfig as EngineConfig
 from chatd.engine.engine_config import TenantLimits as TenantLimits
+from chatd.engine.erasure import Eraser
 from chatd.engine.messages import (
     PUBLIC_TENANT,
     Cancel,
     Done,
     EngineMessage,
     EngineStats,
+    Erase,
     Finish,
     FinishReason,
     Fork,
@@ -104,6 +106,7 @@ class EngineCore:
         self.is_shutting_down = False
         self._runner = runner
         self._clock = clock
+        self._eraser = Eraser(self.kv, self.leases, self.scheduler.moves)
         self._reporter = Reporter(self.scheduler, config.waiting_interval_s)
         # Groups of requests whose common step failed, to be tried apart; the last one is next.
         self._suspects: list[list[RequestId]] = []
@@ -134,6 +137,8 @@ class EngineCore:
                 self._trim(message)
             case Release():
                 self._release(message, now)
+            case Erase():
+                self._erase(message, now)
             case Retain() if message.lease >= 0:
                 self.leases.set_attached(message.lease, message.attached)
             case SetTenant():
@@ -327,7 +332,10 @@ class EngineCore:
             return
         length = max(0, message.length)
         if self._request_on(lease) is None:
-            self.leases.trim(lease, length)
+            if message.forget:
+                self._eraser.trim(lease, length)
+            else:
+                self.leases.trim(lease, length)
         else:
             lease.trim_to = length if lease.trim_to is None else min(length, lease.trim_to)
 
@@ -340,6 +348,18 @@ class EngineCore:
         if request is not None:
             self.scheduler.cancel(request, now)
         self.leases.close(lease)
+
+    def _erase(self, message: Erase, now: float) -> None:
+        lease = self._lease(message.lease)
+        tenant = None if message.tenant == PUBLIC_TENANT else message.tenant
+        if lease is not None and lease.tenant != tenant:
+            lease = None  # Somebody else's is as unknown as one that is not open.
+        if lease is not None:
+            self.leases.set_attached(message.lease, False)
+            request = self._request_on(lease)
+            if request is not None:
+                self.scheduler.cancel(request, now)
+        self.scheduler.outbox.append(self._eraser.erase(message, lease))
 
     def _request(self, request_id: RequestId) -> Request | None:
         """Return a request of the front's; negative numbers are the engine's own beams."""

@@ -82,6 +82,10 @@ class RecordedDisk:
         """As `Disk`."""
         self._disk.forget(digest)
 
+    def clear(self) -> None:
+        """As `Disk`."""
+        self._disk.clear()
+
     def close(self) -> None:
         """As `Disk`."""
         self._disk.close()
@@ -151,6 +155,9 @@ class ReplayedDisk:
         return bool(self._answer("read", slot))
 
     def forget(self, digest: bytes) -> None:
+        """As `Disk`; nothing is answered."""
+
+    def clear(self) -> None:
         """As `Disk`; nothing is answered."""
 
     def close(self) -> None:

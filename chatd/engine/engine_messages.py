@@ -171,6 +171,22 @@ class Forked(Message, frozen=True):
     num_blocks: int
 
 
+class Erased(Message, frozen=True):
+    """Answers `Erase`: the blocks that are gone.
+
+    Attributes:
+        lease: As it was given.
+        num_blocks: Of the pool, those that the lease alone held included.
+        num_host_blocks: Of the host's buffer.
+        num_disk_blocks: Of the disk; their files are removed next.
+    """
+
+    lease: LeaseId
+    num_blocks: int
+    num_host_blocks: int
+    num_disk_blocks: int
+
+
 class LeaseLost(Message, frozen=True):
     """The engine holds less of a lease than `base_len`; submit again with the whole log and `base_len` 0."""
 
@@ -258,6 +274,7 @@ EngineMessage = (
     | Beams
     | Done
     | Forked
+    | Erased
     | LeaseLost
     | LeaseTier
     | Waiting

@@ -55,16 +55,39 @@ class Fork(Message, frozen=True):
 
 
 class Trim(Message, frozen=True):
-    """Cut a lease to `length` tokens; one that a request is on, when that has ended."""
+    """Cut a lease to `length` tokens; one that a request is on, when that has ended.
+
+    Attributes:
+        lease: Which.
+        length: Tokens that stay.
+        forget: What only this lease has of the rest can be found no more, in any tier; not while a request is on it.
+    """
 
     lease: LeaseId
     length: int
+    forget: bool = False
 
 
 class Release(Message, frozen=True):
     """Forget a lease: its ids and its claim to blocks."""
 
     lease: LeaseId
+
+
+class Erase(Message, frozen=True):
+    """Forget a lease, and in every tier the blocks of one sequence that no other lease of the tenant begins with.
+
+    Answered with `Erased`. A request on the lease is cancelled; the lease need not be open.
+
+    Attributes:
+        lease: Of the session that is erased.
+        tenant: Its tenant.
+        token_ids: A log that the session had; one message for each of its branches.
+    """
+
+    lease: LeaseId
+    tenant: str
+    token_ids: list[int]
 
 
 class Cancel(Message, frozen=True):
@@ -134,4 +157,6 @@ class Shutdown(Message, frozen=True):
     """End the process after the current step."""
 
 
-FrontMessage = Submit | Fork | Trim | Release | Cancel | Finish | Retain | WatchPool | SetTenant | Ping | Shutdown
+FrontMessage = (
+    Submit | Fork | Trim | Release | Erase | Cancel | Finish | Retain | WatchPool | SetTenant | Ping | Shutdown
+)

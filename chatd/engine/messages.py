@@ -15,6 +15,7 @@ from chatd.engine.engine_messages import (
     Done,
     EngineMessage,
     EngineStats,
+    Erased,
     Forked,
     LeaseLost,
     LeaseTier,
@@ -32,6 +33,7 @@ from chatd.engine.engine_messages import (
 )
 from chatd.engine.front_messages import (
     Cancel,
+    Erase,
     Finish,
     Fork,
     FrontMessage,
@@ -57,6 +59,8 @@ __all__ = [
     "Done",
     "EngineMessage",
     "EngineStats",
+    "Erase",
+    "Erased",
     "Finish",
     "FinishReason",
     "Fork",

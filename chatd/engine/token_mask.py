@@ -13,7 +13,7 @@ from dataclasses import replace
 import msgspec
 
 from chatd.engine.engine_config import EngineConfig
-from chatd.engine.messages import Beams, EngineMessage, FrontMessage, Submit, TokenDelta, Tokens
+from chatd.engine.messages import Beams, EngineMessage, Erase, FrontMessage, Submit, TokenDelta, Tokens
 from chatd.engine.plan import StepOutput, TokenLogprobs
 from chatd.engine.sampling import SamplingParams
 
@@ -50,6 +50,8 @@ class TokenMask:
 
     def front(self, message: FrontMessage) -> FrontMessage:
         """Return what the front said."""
+        if isinstance(message, Erase):
+            return msgspec.structs.replace(message, token_ids=self._all_in_range(message.token_ids))
         if not isinstance(message, Submit):
             return message
         ids = message.new_ids
@@ -94,6 +96,10 @@ class TokenMask:
             stop_token_ids=tuple(map(self._in_range, params.stop_token_ids)),
             logit_bias=tuple((self._in_range(token_id), bias) for token_id, bias in params.logit_bias),
         )
+
+    def _all_in_range(self, token_ids: list[int]) -> list[int]:
+        """Return the numbers of ids; those that are out of range stay."""
+        return list(map(self._in_range, token_ids))
 
     def _in_range(self, token_id: int) -> int:
         return self._number(token_id) if 0 <= token_id < self._limit else token_id

@@ -227,12 +227,17 @@ class BlockPool:
         block.entry = self.index.add(namespace, parent, tokens, block_id)
         return block.entry
 
-    def unregister(self, block_id: BlockId) -> None:
-        """Take a block and all that hangs on it out of the index; those without a holder become empty."""
+    def unregister(self, block_id: BlockId) -> int:
+        """Take a block and all that hangs on it out of the index; those without a holder become empty.
+
+        Returns:
+            How many those are together.
+        """
         entry = self.blocks[block_id].entry
         if entry is None:
-            return
-        for removed in reversed(list(entry.subtree())):
+            return 0
+        subtree = list(entry.subtree())
+        for removed in reversed(subtree):
             self.index.remove(removed)
             block = self.blocks[removed.block_id]
             block.entry = None
@@ -244,6 +249,7 @@ class BlockPool:
                 self._make_empty(block)
                 if account.floor:
                     self.protect(account)
+        return len(subtree)
 
     def _evict(self, account: Account) -> KVCacheBlock:
         """Return a cached block, now empty and in no queue."""

@@ -110,6 +110,12 @@ class LeaseNames:
         self._extend(lease, len(lease.token_ids) // self._kv.block_size)
         return lease.digests
 
+    def of_sequence(self, tenant: str | None, token_ids: array[int]) -> list[bytes]:
+        """Return the digests of all full blocks of a sequence as a tenant's own; for one that has no lease."""
+        chain: list[bytes] = []
+        self._digester.extend(chain, token_ids, len(token_ids) // self._kv.block_size)
+        return [self._digester.digest(tenant, link) for link in chain]
+
     def origin(self, tenant: str | None, lease: Lease, place: int) -> Origin:
         """Return what a block that was named before was computed from."""
         return self._digester.origin(tenant, lease.chain, lease.token_ids, place)

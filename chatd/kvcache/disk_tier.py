@@ -124,6 +124,8 @@ class DiskTier:
         self._is_scanned = False  # only the writer knows
         self._results: deque[DiskResult] = deque()
         self._closes_at: float | None = None
+        self._is_known = False  # what the directory holds
+        self._is_unwanted_as_found = False  # so everything that is found is removed
 
         self._threads = [
             threading.Thread(target=self._run_writer, name="disk tier writer", daemon=True),
@@ -193,8 +195,22 @@ class DiskTier:
                 if job is not None and job.digest == digest:
                     job.is_forgotten = True
             self._drop(digest)
-            if self._writing is not None and self._writing.digest == digest:
+            is_written = self._writing is not None and self._writing.digest == digest
+            if is_written or not self._is_known:
                 self._unwanted[digest] = None
+                self._for_writer.notify()
+
+    def clear(self) -> None:
+        """Serve nothing any more of what is stored, and remove it; what is queued fails as "forgotten"."""
+        with self._lock:
+            for job in (*self._writes, *self._reads, self._writing, self._reading):
+                if job is not None:
+                    job.is_forgotten = True
+            for digest in list(self._stored):
+                self._drop(digest)
+            if self._writing is not None:
+                self._unwanted[self._writing.digest] = None
+            self._is_unwanted_as_found = not self._is_known
 
     def poll(self) -> list[DiskResult]:
         """Return the results that there are, oldest first."""
@@ -258,7 +274,10 @@ class DiskTier:
         found = self._directory.scan(file_bytes(self._block_bytes))
         self._is_scanned = True
         with self._lock:
-            self._stored.update(dict.fromkeys(found))
+            self._is_known = True
+            if self._is_unwanted_as_found:
+                self._unwanted.update(dict.fromkeys(found))
+            self._stored.update(dict.fromkeys(digest for digest in found if digest not in self._unwanted))
             while len(self._stored) > self.num_blocks:
                 self._unwanted[self._stored.popitem(last=False)[0]] = None
 

@@ -237,6 +237,25 @@ class KVCacheManager:
         self.pool.hold(fork.block_ids)
         return fork
 
+    def forget_sequence(self, tenant: str | None, token_ids: array[int], first: int) -> int:
+        """Take the blocks of a sequence, from the place `first` on, and all that hangs on them out of the index.
+
+        Public blocks stay. What somebody holds is theirs until they let go of it, and nobody else's.
+
+        Returns:
+            How many could be found and cannot any more.
+        """
+        namespace = self.index.namespace_id(self._base.of(tenant))
+        size, parent = self.block_size, None
+        for place in range(len(token_ids) // size):
+            entry = self._find(namespace, parent, token_ids[place * size : (place + 1) * size].tobytes())
+            if entry is None:
+                return 0
+            if place >= first and entry.namespace == namespace:
+                return self.pool.unregister(entry.block_id)
+            parent = entry
+        return 0
+
     def poison(self, table: BlockTable) -> None:
         """Free a table whose KV is not to be trusted; none of its private blocks can be found again."""
         self.adopt(table)

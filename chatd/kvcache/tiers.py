@@ -80,6 +80,10 @@ class Disk(Protocol):
         """Serve a block no more."""
         ...
 
+    def clear(self) -> None:
+        """Serve nothing any more of what is stored."""
+        ...
+
     def close(self) -> None:
         """Finish what is queued, or give it up."""
         ...
@@ -101,7 +105,7 @@ class HostBlock:
         is_ready: It can be found.
         num_pins: Who reads the slot: plans in flight, and the disk.
         asked_s: When the disk was asked for it.
-        is_dropped: It is forgotten; the slot is free as soon as nobody reads or fills it.
+        is_dropped: It is forgotten; the slot is free as soon as nobody reads, fills or stores it.
         lease_ids: Leases that are told when it is gone.
     """
 
@@ -205,6 +209,10 @@ class Tiers:
         block = self._blocks.get(digest)
         return block if block is not None and block.is_ready else None
 
+    def is_in_host(self, digest: bytes) -> bool:
+        """Return whether a slot of the host has a block, or will have it."""
+        return digest in self._blocks
+
     def is_coming(self, digest: bytes) -> bool:
         """Return whether the disk is filling a slot with this block."""
         block = self._blocks.get(digest)
@@ -264,7 +272,10 @@ class Tiers:
         return block
 
     def settle(self, block: HostBlock) -> None:
-        """Let a stored block be found: its plan is committed."""
+        """Let a stored block be found: its plan is committed. One that was forgotten meanwhile only frees its slot."""
+        if block.is_dropped:
+            self._free.append(block.slot)
+            return
         self.num_stored += 1
         self._make_ready(block)
         if self.disk is not None:
@@ -272,7 +283,8 @@ class Tiers:
 
     def cancel(self, block: HostBlock) -> None:
         """Undo `store`."""
-        del self._blocks[block.digest]
+        if not block.is_dropped:
+            del self._blocks[block.digest]
         self._free.append(block.slot)
 
     def pin(self, block: HostBlock) -> None:
@@ -303,12 +315,11 @@ class Tiers:
         block = self._blocks.get(digest)
         if block is None:
             return
-        assert block.is_ready or block.slot in self._reading, f"{block} is being stored"
         del self._blocks[digest]
         self._unwritten.pop(digest, None)
         self.num_offers += 1
         self.changed.update(dict.fromkeys(block.lease_ids))
-        if block.num_pins or block.slot in self._reading:
+        if block.num_pins or not block.is_ready:
             block.is_dropped = True
         else:
             self._dequeue(block)
@@ -318,6 +329,8 @@ class Tiers:
         """Forget everything in every tier; no plan is in flight."""
         for digest in list(self._blocks):
             self.forget(digest)
+        if self.disk is not None:
+            self.disk.clear()
 
     # To the disk, and back.
 

@@ -91,6 +91,11 @@ class FakeDisk:
             if job.digest == digest:
                 job.verb = "fail"
 
+    def clear(self) -> None:
+        """Serve nothing any more of what is stored."""
+        for digest in [*self._stored, *(job.digest for job in self._jobs)]:
+            self.forget(digest)
+
     def close(self) -> None:
         """Take nothing any more."""
         self.is_paused = True

@@ -9,6 +9,7 @@ from chatd.engine.messages import (
     BeamSequence,
     Cancel,
     EngineMessage,
+    Erase,
     FinishReason,
     FrontMessage,
     LeaseId,
@@ -38,6 +39,8 @@ def test_ids_are_numbered_in_the_order_of_their_first_appearance() -> None:
     assert asked.new_ids == [2, 3, 2, 0]
     assert asked.params.stop_token_ids == (1, 4)
     assert asked.params.logit_bias == ((3, 2.0),)
+    erased = mask.front(Erase(LeaseId(1), "acme", [600, 500, -1, 1000]))
+    assert erased == Erase(LeaseId(1), "acme", [*mask.ids([600, 500]), -1, 1000])
     output = mask.output(StepOutput({ONE: 500}, {ONE: TokenLogprobs(-1.0, ((500, -1.0), (999, -2.0)))}, {}, 1.0))
     assert output == StepOutput({ONE: 2}, {ONE: TokenLogprobs(-1.0, ((2, -1.0), (5, -2.0)))}, {}, 1.0)
     output = mask.output(StepOutput({}, candidates={ONE: [(800, -1.0), (998, -2.0)]}))
@@ -64,7 +67,7 @@ def test_what_has_no_tokens_stays() -> None:
 
 def test_every_place_where_a_token_can_stand_is_known() -> None:
     """A new field with token ids must be masked; one without is added here."""
-    with_ids = {"new_ids", "params", "deltas", "sequences"}
+    with_ids = {"new_ids", "token_ids", "params", "deltas", "sequences"}
     quiet = {
         *("request", "lease", "new_lease", "tenant", "base_len", "request_class", "keep_lease", "compute_only"),
         *("sample_of", "beam", "at", "length", "attached", "interval_s", "with_map", "with_leases", "weight", "floor"),
@@ -74,6 +77,7 @@ def test_every_place_where_a_token_can_stand_is_known() -> None:
         *("num_tokens_kept", "position", "num_free", "num_cached", "num_active", "num_evictions"),
         *("output_tokens_per_s", "num_running", "num_waiting", "tenants", "leases", "states", "owners", "tiers"),
         *("steps", "step_s", "model_s", "num_preemptions", "num_failed_steps", "integrity_errors", "num_swapped"),
+        *("forget", "num_host_blocks", "num_disk_blocks"),
         *("num_joins", "num_held", "num_tokens", "move_s", "code", "message", "exit_code"),
     }
     messages = (*FrontMessage.__args__, *EngineMessage.__args__)

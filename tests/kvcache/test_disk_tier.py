@@ -390,6 +390,42 @@ def test_what_is_forgotten_while_it_is_read_is_not_given_out(make, monkeypatch):
     assert disk.files() == []
 
 
+def test_clearing_removes_every_file_and_what_is_queued(make, monkeypatch):
+    disk = make()
+    disk.put(1, 2)
+    gate = Gate(monkeypatch, "write_block")
+    assert disk.tier.write(digest(3), origin(3), 3)
+    gate.wait()
+    assert disk.tier.write(digest(4), origin(4), 4)
+    disk.tier.clear()
+    gate.open()
+    assert [result.why for result in disk.settle()] == ["forgotten", "forgotten"]
+    assert disk.files() == []
+    assert disk.tier.num_used == 0
+
+
+@pytest.mark.parametrize("forget", ["one", "all"])
+def test_what_is_forgotten_before_the_directory_is_known_is_removed_when_it_is(make, monkeypatch, forget):
+    disk = make()
+    disk.put(1, 2)
+    disk.tier.close()
+    scan, opened = module.BlockDirectory.scan, threading.Event()
+    monkeypatch.setattr(module, "_SCAN_S", 0.0)
+    monkeypatch.setattr(
+        module.BlockDirectory, "scan", lambda self, size: scan(self, size) if opened.wait(FOREVER) else []
+    )
+    again = make()
+    if forget == "one":
+        again.tier.forget(digest(1))
+    else:
+        again.tier.clear()
+    opened.set()
+    assert again.settle() == []
+    assert again.files() == ([again.path(2)] if forget == "one" else [])
+    assert digest(1) not in again.tier
+    assert again.tier.num_used == (forget == "one")
+
+
 # Starting again.
 
 

@@ -44,6 +44,10 @@ class ScriptedDisk:
         self.forgotten.append(digest)
         self.held.discard(digest)
 
+    def clear(self):
+        self.forgotten += sorted(self.held)
+        self.held.clear()
+
     def poll(self):
         results = list(self.results)
         self.results.clear()
@@ -231,3 +235,24 @@ def test_what_is_forgotten_while_the_disk_is_on_it_frees_its_slot_only_then(pool
     check(tiers)
     assert tiers.num_used == 0
     assert tiers.get(b"a") is None
+
+
+def test_a_clear_leaves_nothing_in_the_host_or_on_the_disk(pool):
+    disk = ScriptedDisk(b"x", b"y")
+    tiers = make(pool, disk=disk)
+    keep(tiers, b"a")
+    tiers.clear()
+    check(tiers)
+    assert (tiers.num_used, disk.held) == (0, set())
+    assert tiers.is_empty
+
+
+@pytest.mark.parametrize("verb", ["settle", "cancel"])
+def test_what_is_forgotten_while_it_is_stored_is_never_found(pool, verb):
+    tiers = make(pool, disk=ScriptedDisk())
+    block = tiers.store(b"a", ORIGIN, "acme", 1, None, is_ahead=False)
+    tiers.forget(b"a")
+    assert not tiers.is_below(b"a")
+    getattr(tiers, verb)(block)
+    check(tiers)
+    assert (tiers.get(b"a"), tiers.num_used, tiers.num_stored) == (None, 0, 0)
