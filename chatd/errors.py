@@ -11,6 +11,8 @@ ChatdError                    a user's mistake, or overload; raised before any s
 ├── Conflict                  the session is busy, an id was used twice      HTTP 409
 ├── RateLimited               a quota; says when to come back                HTTP 429
 ├── Unavailable               loading, draining, overloaded                  HTTP 503
+├── StorageError              what must be kept cannot be written or read     HTTP 503
+│   └── DamagedRecord         what was kept is not what was written          HTTP 500
 ├── EngineError               the engine failed while it computed this       HTTP 500
 └── StartupError              the daemon or a command cannot start
     ├── ConfigError           exit code 2
@@ -131,6 +133,13 @@ class StorageError(ChatdError):
     code = "storage_error"
     error_type = "server_error"
     http_status = 503
+
+
+class DamagedRecord(StorageError):
+    """What was kept came back changed: bits have flipped, or something else wrote to the journal's files."""
+
+    code = "damaged_record"
+    http_status = 500
 
 
 class EngineError(ChatdError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chatd.journal.records import Change, MessageRecord, SaveAnswer, SessionRecord
+from chatd.journal.records import Change, Erased, MessageRecord, SaveAnswer, SessionRecord
 
 
 class NoJournal:
@@ -15,6 +15,10 @@ class NoJournal:
 
     def append_tokens(self, message: str, start: int, ids: Sequence[int]) -> None:
         """Do nothing."""
+
+    async def erase(self, session: str) -> Erased:
+        """Return that nothing was removed."""
+        return Erased(messages=0, shared_messages=0, tokens=0, num_bytes=0)
 
     async def sessions(self) -> list[SessionRecord]:
         """Return nothing."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from chatd.engine.client import EngineEvent
 from chatd.engine.messages import FrontMessage, Ready
-from chatd.journal.records import Change, MessageRecord, SaveAnswer, SessionRecord
+from chatd.journal.records import Change, Erased, MessageRecord, SaveAnswer, SessionRecord
 from chatd.protocol import Message
 from chatd.sessions.detokenizer import Detokenizer
 
@@ -91,6 +91,10 @@ class Journal(Protocol):
 
         `start` is the position in the answer; what is known from there on is replaced.
         """
+        ...
+
+    async def erase(self, session: str) -> Erased:
+        """Commit an `EraseSession` and return what it removed, when nothing of it is left in the journal's files."""
         ...
 
     async def sessions(self) -> list[SessionRecord]:

@@ -12,6 +12,7 @@ from chatd.journal.records import (
     ID_TYPE,
     Change,
     CountUsage,
+    Erased,
     EraseSession,
     MessageRecord,
     RemoveMessages,
@@ -21,6 +22,7 @@ from chatd.journal.records import (
     SessionRecord,
     ShareMessages,
 )
+from chatd.journal.search import has_words, words_of
 
 
 class MemoryJournal:
@@ -54,10 +56,26 @@ class MemoryJournal:
     def append_tokens(self, message: str, start: int, ids: Sequence[int]) -> None:
         """Note tokens of an answer in flight."""
         record = self._messages.get(message)
-        if record is not None and record.status == "in_progress" and self.error is None:
+        if record is not None and record.status == "in_progress" and start <= len(record.ids) and self.error is None:
             kept = record.ids[:start]
             kept.extend(ids)
             self._messages[message] = msgspec.structs.replace(record, ids=kept)
+
+    async def erase(self, session: str) -> Erased:
+        """Remove a session."""
+        members = self._members.get(session, [])
+        records = [self._messages[message] for message in members]
+        title = self._sessions[session].title if session in self._sessions else ""
+        await self.commit([EraseSession(session)])
+        gone = [record for record in records if record.id not in self._messages]
+        all_ids = [ids for record in gone for ids in (record.prompt_ids, record.ids)]
+        return Erased(
+            messages=len(gone),
+            shared_messages=len(records) - len(gone),
+            tokens=sum(map(len, all_ids)),
+            num_bytes=sum(len(text.encode()) for text in (title, *(record.content for record in gone)))
+            + sum(ids.itemsize * len(ids) for ids in all_ids),
+        )
 
     async def sessions(self) -> list[SessionRecord]:
         """Return every session."""
@@ -77,13 +95,13 @@ class MemoryJournal:
         return [self._messages[message] for message in self._members.get(session, ())]
 
     async def search(self, tenant: str, user: str, query: str, limit: int) -> list[str]:
-        """Return an owner's sessions that contain the query."""
-        words = query.casefold()
+        """Return an owner's sessions that have the words of the query."""
+        words = words_of(query)
         found = []
         for record in self._sessions.values():
             if (record.tenant, record.user) == (tenant, user):
                 texts = [record.title, *(self._messages[m].content for m in self._members.get(record.id, ()))]
-                if any(words in text.casefold() for text in texts):
+                if words and any(has_words(text, words) for text in texts):
                     found.append(record.id)
         return found[:limit]
 

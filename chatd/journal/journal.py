@@ -1,0 +1,266 @@
+"""The journal on disk: conversations that are there again after a crash of everything.
+
+```
+Journal ── JournalDirectory    the lock, and who may read the files
+   ├────── JournalWriter       a thread: changes and tokens in flight, in groups
+   ├────── Checkpointer        a thread: from the log into the database
+   └────── JournalReader (2)   two threads: one for searches, which may take longer
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from pathlib import Path
+from typing import Self, TypeVar
+
+import msgspec
+
+from chatd.errors import ConfigError, EnvironmentProblem, StorageError
+from chatd.journal.checkpoints import LOG_BYTES, Checkpointer
+from chatd.journal.directory import JournalDirectory
+from chatd.journal.reader import JournalReader, connect_to_read
+from chatd.journal.records import (
+    Change,
+    Erased,
+    MessageRecord,
+    SaveAnswer,
+    SaveMessage,
+    SaveSession,
+    SessionRecord,
+    UsageRow,
+)
+from chatd.journal.schema import check_version, migrate
+from chatd.journal.storage_errors import storage_error
+from chatd.journal.tables import Tables
+from chatd.journal.writer import BUSY_S, JournalWriter
+
+DAY_S = 86400.0
+_OLDEST_SQLITE = (3, 34, 0)
+_EXPIRE_AT_ONCE = 16
+_CHANGE_BYTES = 512
+_T = TypeVar("_T")
+
+
+class Journal:
+    """What `sessions.ports.Journal` asks for, in a directory. Use `open`.
+
+    Attributes:
+        directory: Where it is.
+    """
+
+    def __init__(self, directory: JournalDirectory, writer_connection: sqlite3.Connection) -> None:
+        self.directory = directory.path
+        self._directory = directory
+        self._is_closed = False
+        self._readers = {
+            name: (JournalReader(connect_to_read(directory.database)), ThreadPoolExecutor(1, f"journal-{name}"))
+            for name in ("reads", "searches")
+        }
+        self._checkpointer = Checkpointer(_connect(directory.database))
+        self._writer = JournalWriter(writer_connection, directory.path, on_written=self._checkpointer.note)
+
+    @classmethod
+    def open(cls, directory: Path) -> Self:
+        """Open the journal of a directory, which is made where it is not there; only one process at a time can.
+
+        Raises:
+            JournalInUse: Another process has it; says which.
+            ConfigError: The directory cannot be used, or has a newer journal or something else.
+        """
+        if sqlite3.sqlite_version_info < _OLDEST_SQLITE:
+            raise EnvironmentProblem(
+                f"SQLite {sqlite3.sqlite_version} is too old for the journal, which needs"
+                f" {'.'.join(map(str, _OLDEST_SQLITE))}"
+            )
+        place = JournalDirectory(directory)
+        try:
+            connection = _connect(place.database)
+            try:
+                check_version(connection, place.database)
+                connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+                connection.execute("PRAGMA journal_mode = WAL")
+                migrate(connection, place.database)
+                return cls(place, connection)
+            except BaseException:
+                connection.close()
+                raise
+        except sqlite3.Error as error:
+            place.close()
+            raise ConfigError(
+                f"the journal in {directory} cannot be opened: {error} (journal.directory)",
+                param="journal.directory",
+            ) from error
+        except BaseException:
+            place.close()
+            raise
+
+    @property
+    def num_transactions(self) -> int:
+        """How many transactions were committed since the start."""
+        return self._writer.num_transactions
+
+    async def close(self) -> None:
+        """Write what waits, and let another process have the directory."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        for reader, thread in self._readers.values():
+            thread.shutdown()
+            reader.close()
+        self._checkpointer.close()
+        self._writer.close()
+        self._directory.close()
+
+    async def commit(self, changes: Sequence[Change]) -> None:
+        """Return when all changes are durable; see `sessions.ports.Journal`.
+
+        What was submitted is written, also where the caller is cancelled meanwhile. A message's ids are as they are at
+        the call.
+
+        Raises:
+            StorageError: Nothing of them was kept.
+        """
+        own = [_own(change) for change in changes]
+        await self._writer.submit(lambda tables: tables.apply(own), sum(map(_num_bytes, own)))
+
+    def append_tokens(self, message: str, start: int, ids: Sequence[int]) -> None:
+        """Note tokens of an answer in flight; they are written within 0.1 s."""
+        self._writer.append_tokens(message, start, ids)
+
+    async def flush(self) -> None:
+        """Return when all tokens that were noted are durable.
+
+        Raises:
+            StorageError: They are not.
+        """
+        await self._writer.submit(lambda tables: None, 0)
+
+    async def erase(self, session: str) -> Erased:
+        """Remove a session as `EraseSession`, and return what was removed, when nothing of it is left in the files.
+
+        Raises:
+            StorageError: Nothing was removed.
+        """
+        return await self._writer.submit(lambda tables: tables.erase(session), _CHANGE_BYTES)
+
+    async def expire(
+        self,
+        now: float,
+        days: Mapping[str, float],
+        default_days: float | None = None,
+        in_use: Collection[str] = (),
+    ) -> list[str]:
+        """Erase sessions that nobody used for as long as their tenant keeps them, and return which.
+
+        Pinned sessions stay, and so do those with an answer in flight.
+
+        Args:
+            now: Unix seconds.
+            days: By tenant.
+            default_days: Of the other tenants; None keeps theirs.
+            in_use: Sessions that stay in any case.
+
+        Raises:
+            StorageError: As `erase`; what was erased before is erased.
+        """
+        before = {tenant: now - DAY_S * own for tenant, own in days.items()}
+        default = None if default_days is None else now - DAY_S * default_days
+        kept = frozenset(in_use)
+        erased: list[str] = []
+        while found := await self._writer.submit(
+            lambda tables: _erase_expired(tables, before, default, kept), _CHANGE_BYTES
+        ):
+            erased += found
+        return erased
+
+    async def sessions(self) -> list[SessionRecord]:
+        """Return every session; one that is damaged is left out and logged."""
+        return await self._read("reads", JournalReader.sessions)
+
+    async def in_flight(self) -> list[tuple[str, str]]:
+        """Return (session id, message id) of every answer that has not ended."""
+        return await self._read("reads", JournalReader.in_flight)
+
+    async def messages(self, session: str) -> list[MessageRecord]:
+        """Return a session's messages, parents before children; see `sessions.ports.Journal`.
+
+        Raises:
+            DamagedRecord: One of them is not what was written; other sessions are not concerned.
+        """
+        return await self._read("reads", lambda reader: reader.messages(session))
+
+    async def search(self, tenant: str, user: str, query: str, limit: int) -> list[str]:
+        """Return an owner's sessions with every word of the query in the title or in one message, the best first."""
+        return await self._read("searches", lambda reader: reader.search(tenant, user, query, limit))
+
+    async def answers(self, since: float) -> list[SaveAnswer]:
+        """Return the kept answers to commands, oldest first."""
+        return await self._read("reads", lambda reader: reader.answers(since))
+
+    async def usage(
+        self, tenant: str | None = None, first: date | None = None, last: date | None = None
+    ) -> list[UsageRow]:
+        """Return tokens by tenant, key and day, from `first` to `last`; of all tenants where none is named."""
+        return await self._read("reads", lambda reader: reader.usage(tenant, first, last))
+
+    async def _read(self, name: str, read: Callable[[JournalReader], _T]) -> _T:
+        if self._is_closed:
+            raise StorageError("the journal is closed")
+        reader, thread = self._readers[name]
+        try:
+            return await asyncio.get_running_loop().run_in_executor(thread, read, reader)
+        except sqlite3.Error as error:
+            raise storage_error(error, self.directory) from error
+
+
+def _connect(database: Path) -> sqlite3.Connection:
+    """Return a connection that writes, for any one thread at a time."""
+    connection = sqlite3.connect(database, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
+    connection.text_factory = lambda data: data.decode("utf-8", "replace")
+    connection.execute("PRAGMA secure_delete = ON")
+    connection.execute("PRAGMA temp_store = MEMORY")
+    connection.execute("PRAGMA foreign_keys = ON")
+    connection.execute("PRAGMA wal_autocheckpoint = 0")
+    connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
+    return connection
+
+
+def _erase_expired(
+    tables: Tables, before: Mapping[str, float], default: float | None, in_use: Collection[str]
+) -> list[str]:
+    expired = [session for session in tables.expired(before, default) if session not in in_use][:_EXPIRE_AT_ONCE]
+    for session in expired:
+        tables.erase(session)
+    return expired
+
+
+def _own(change: Change) -> Change:
+    """Return a change that its maker does not go on changing."""
+    if isinstance(change, SaveMessage):
+        message = change.message
+        return SaveMessage(
+            change.session, msgspec.structs.replace(message, prompt_ids=message.prompt_ids[:], ids=message.ids[:])
+        )
+    return change
+
+
+def _num_bytes(change: Change) -> int:
+    """Return about how many bytes a change writes."""
+    match change:
+        case SaveMessage(message=message):
+            # Text is written to the index, too.
+            return _CHANGE_BYTES + 3 * len(message.content) + 4 * (len(message.prompt_ids) + len(message.ids))
+        case SaveSession(session=session):
+            return _CHANGE_BYTES + len(session.title) + len(session.system or "")
+        case SaveAnswer():
+            return _CHANGE_BYTES + len(change.event)
+        case _:
+            return _CHANGE_BYTES

@@ -1,0 +1,193 @@
+"""Reading the journal on a connection that cannot write. Knows no threads; every record was checked."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from array import array
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from urllib.parse import quote
+
+from chatd.errors import DamagedRecord
+from chatd.journal.encoding import MessageRow, SessionRow, check, message_record, session_record, unpack_ids
+from chatd.journal.records import MessageRecord, SaveAnswer, SessionRecord, UsageRow
+from chatd.journal.search import candidates, has_words, words_of
+
+_logger = logging.getLogger("chatd.journal")
+_SESSIONS = """
+    SELECT tenant, user, id, title, updated_at, pinned, head, details, checksum
+    FROM sessions JOIN owners ON owners.pk = owner"""
+_MESSAGES = """
+    SELECT members.position, members.message, members.checksum, messages.pk,
+        id, parent, role, status, created_at, content, is_answer, prompt_ids, ids, details, messages.checksum
+    FROM members LEFT JOIN messages ON messages.pk = members.message
+    WHERE members.session = ? ORDER BY members.position"""
+
+
+def connect_to_read(file: Path) -> sqlite3.Connection:
+    """Return a connection that cannot write, for any one thread at a time; the file stays as it is.
+
+    Raises:
+        sqlite3.Error: There is no such file, or it cannot be read.
+    """
+    uri = f"file:{quote(str(file))}?mode=ro"
+    connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=10.0)
+    # A flipped bit may leave no UTF-8; what comes out then fails its checksum.
+    connection.text_factory = lambda data: data.decode("utf-8", "replace")
+    connection.execute("PRAGMA query_only = 1")
+    connection.execute("PRAGMA temp_store = MEMORY")
+    return connection
+
+
+class JournalReader:
+    """What is committed, as records.
+
+    Args:
+        connection: To a database of the newest schema; `close` closes it.
+    """
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._db = connection
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._db.close()
+
+    def sessions(self) -> list[SessionRecord]:
+        """Return every session that can be read, in the order in which they were made; others are logged."""
+        found = []
+        for tenant, user, *row in self._db.execute(f"{_SESSIONS} ORDER BY sessions.pk"):
+            try:
+                found.append(session_record(tenant, user, SessionRow(*row)))
+            except DamagedRecord as error:
+                _logger.error("%s; it is left out", error.message)
+        return found
+
+    def session(self, session: str) -> SessionRecord | None:
+        """Return one session.
+
+        Raises:
+            DamagedRecord: It is not what was written.
+        """
+        row = self._db.execute(f"{_SESSIONS} WHERE id = ?", (session,)).fetchone()
+        return None if row is None else session_record(row[0], row[1], SessionRow(*row[2:]))
+
+    def in_flight(self) -> list[tuple[str, str]]:
+        """Return (session id, message id) of every answer that has not ended."""
+        return [
+            (session, message)
+            for session, message in self._db.execute(
+                "SELECT sessions.id, messages.id FROM messages JOIN members ON members.message = messages.pk"
+                " JOIN sessions ON sessions.pk = members.session WHERE messages.status = 'in_progress'"
+                " ORDER BY sessions.pk, members.position"
+            )
+        ]
+
+    def messages(self, session: str) -> list[MessageRecord]:
+        """Return a session's messages, in the order in which they were added; nothing of a session that is not there.
+
+        Raises:
+            DamagedRecord: One of them is not what was written.
+        """
+        row = self._db.execute("SELECT pk FROM sessions WHERE id = ?", (session,)).fetchone()
+        if row is None:
+            return []
+        (session_pk,) = row
+        found: list[MessageRecord] = []
+        known: set[str | None] = {None}
+        self._db.execute("BEGIN")  # Messages and their tokens in flight are of one moment.
+        try:
+            for position, member, member_checksum, pk, *columns in self._db.execute(_MESSAGES, (session_pk,)):
+                check((position, member, member_checksum), f"a message of session {session}", session_pk)
+                if pk is None:
+                    raise DamagedRecord(f"a message of session {session} is missing in the journal")
+                record = message_record(MessageRow(*columns))
+                if record.parent not in known:
+                    raise DamagedRecord(f"the message before {record.id} is missing in the journal")
+                if record.status == "in_progress":
+                    self._add_tokens(pk, record.ids)
+                known.add(record.id)
+                found.append(record)
+        finally:
+            self._db.execute("COMMIT")
+        return found
+
+    def search(self, tenant: str, user: str, query: str, limit: int) -> list[str]:
+        """Return an owner's sessions with every word of the query in the title or in one message, the best first.
+
+        Titles go before messages, and later ones before earlier ones.
+        """
+        words = words_of(query)
+        owner = self._db.execute("SELECT pk FROM owners WHERE tenant = ? AND user = ?", (tenant, user)).fetchone()
+        if owner is None or not words or limit < 1:
+            return []
+        found: dict[str, None] = {}
+        for rowid in candidates(self._db, owner[0], words, titles=True):
+            row = self._db.execute(
+                "SELECT id, title FROM sessions WHERE pk = ? AND owner = ?", (-rowid, owner[0])
+            ).fetchone()
+            if row is not None and has_words(row[1], words):
+                found[row[0]] = None
+                if len(found) == limit:
+                    return list(found)
+        for rowid in candidates(self._db, owner[0], words, titles=False):
+            row = self._db.execute("SELECT content FROM messages WHERE pk = ?", (rowid,)).fetchone()
+            if row is None or not has_words(row[0], words):
+                continue
+            for (session,) in self._db.execute(
+                "SELECT id FROM members JOIN sessions ON sessions.pk = session WHERE message = ? AND owner = ?"
+                " ORDER BY updated_at DESC",
+                (rowid, owner[0]),
+            ):
+                found[session] = None
+                if len(found) == limit:
+                    return list(found)
+        return list(found)
+
+    def answers(self, since: float) -> list[SaveAnswer]:
+        """Return the kept answers to commands, oldest first; damaged ones are left out."""
+        found = []
+        for row in self._db.execute(
+            "SELECT tenant, user, command, body, event, at, checksum FROM answers WHERE at >= ? ORDER BY at, rowid",
+            (since,),
+        ):
+            try:
+                check(row, f"the answer to command {row[2]}")
+            except DamagedRecord as error:
+                _logger.error("%s; it is left out", error.message)
+            else:
+                found.append(SaveAnswer(*row[:-1]))
+        return found
+
+    def usage(self, tenant: str | None = None, first: date | None = None, last: date | None = None) -> list[UsageRow]:
+        """Return tokens by tenant, key and day, from `first` to `last`; of all tenants where none is named."""
+        rows: Sequence[tuple[str, str, str, int, int, int, int]] = self._db.execute(
+            "SELECT tenant, key_id, day, requests, input_tokens, cached_tokens, output_tokens FROM usage"
+            " WHERE (?1 IS NULL OR tenant = ?1) AND day BETWEEN ?2 AND ?3 ORDER BY tenant, key_id, day",
+            (tenant, (first or date.min).isoformat(), (last or date.max).isoformat()),
+        ).fetchall()
+        return [
+            UsageRow(
+                tenant=tenant_of,
+                key_id=key_id,
+                day=date.fromisoformat(day),
+                requests=requests,
+                input_tokens=input_tokens,
+                cached_tokens=cached_tokens,
+                output_tokens=output_tokens,
+            )
+            for tenant_of, key_id, day, requests, input_tokens, cached_tokens, output_tokens in rows
+        ]
+
+    def _add_tokens(self, message: int, ids: array[int]) -> None:
+        """Put the tokens in flight of an answer behind those of its record."""
+        for start, data, row_checksum in self._db.execute(
+            "SELECT start, ids, checksum FROM tokens_in_flight WHERE message = ? ORDER BY start", (message,)
+        ):
+            check((start, data, row_checksum), "an answer in flight", message)
+            if start > len(ids):
+                raise DamagedRecord("tokens of an answer in flight are missing in the journal")
+            del ids[start:]
+            ids.extend(unpack_ids(data))

@@ -1,0 +1,83 @@
+"""Full-text search over messages and titles: which text is found by which words, and the index that helps to find it.
+
+A text is found by a query if it has every word of the query somewhere, inside of words too, whatever the case; so it
+works in languages that put no blanks between words. The index maps three characters to the texts that have them, which
+leaves few texts to look at. What it says is a hint: whatever is returned was compared, and belongs to who asked. So
+its order and its contents tell nobody about others' texts.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+
+MAX_WORDS = 16
+_GRAM = 3
+_MAX_GRAMS = 24
+_FIRST_PRIVATE, _NUM_PRIVATE = 0xE000, 6400
+
+
+def words_of(query: str) -> list[str]:
+    """Return what a text must have to be found: at most `MAX_WORDS` words, without their case."""
+    return list(dict.fromkeys(query.casefold().split()))[:MAX_WORDS]
+
+
+def has_words(text: str, words: Sequence[str]) -> bool:
+    """Tell whether a text has all of them."""
+    folded = text.casefold()
+    return all(word in folded for word in words)
+
+
+def add_to_index(connection: sqlite3.Connection, rowid: int, owner: int, text: str) -> None:
+    """Make a text known; an empty one is never found, and is not kept."""
+    if text:
+        connection.execute("INSERT INTO search (rowid, text) VALUES (?, ?)", (rowid, _indexed_text(owner, text)))
+
+
+def remove_from_index(connection: sqlite3.Connection, rowid: int, owner: int, text: str) -> None:
+    """Take out a text, exactly as it was added. What it was stays in the index's pages until `merge_index` is done."""
+    if text:
+        connection.execute(
+            "INSERT INTO search (search, rowid, text) VALUES ('delete', ?, ?)", (rowid, _indexed_text(owner, text))
+        )
+
+
+def merge_index(connection: sqlite3.Connection, *, is_first: bool, num_pages: int = 256) -> bool:
+    """Do a part of rewriting the index without what was taken out; return whether there is more to do."""
+    before = connection.total_changes
+    pages = -num_pages if is_first else num_pages
+    connection.execute("INSERT INTO search (search, rank) VALUES ('merge', ?)", (pages,))
+    # SQLite's documentation: fewer than two rows were changed where nothing was left to do.
+    return connection.total_changes - before >= 2
+
+
+def candidates(connection: sqlite3.Connection, owner: int, words: Sequence[str], *, titles: bool) -> Iterator[int]:
+    """Yield the numbers of an owner's texts that may have the words, the latest first.
+
+    Args:
+        titles: Of sessions rather than messages.
+    """
+    wanted = [_owner_code(owner), *_grams(words)]
+    expression = " AND ".join('"' + gram.replace('"', '""') + '"' for gram in wanted)
+    where = "rowid < 0 ORDER BY rowid" if titles else "rowid > 0 ORDER BY rowid DESC"
+    for row in connection.execute(f"SELECT rowid FROM search WHERE search MATCH ? AND {where}", (expression,)):  # noqa: S608
+        yield int(row[0])
+
+
+def _indexed_text(owner: int, text: str) -> str:
+    # SQLite's tokenizer ends at a zero character.
+    return f"{_owner_code(owner)} {text.casefold()}".replace("\0", " ")
+
+
+def _owner_code(owner: int) -> str:
+    """Return three characters of the private use area: one entry of the index, and no letter of any language."""
+    digits = (owner // _NUM_PRIVATE**2, owner // _NUM_PRIVATE % _NUM_PRIVATE, owner % _NUM_PRIVATE)
+    return "".join(chr(_FIRST_PRIVATE + digit) for digit in digits)
+
+
+def _grams(words: Sequence[str]) -> list[str]:
+    """Return entries of the index that every text with these words has; none where the words are too short."""
+    grams = dict.fromkeys(word[i : i + _GRAM] for word in words for i in range(len(word) - _GRAM + 1))
+    # SQLite ends a query at a zero character, and takes no half of a surrogate pair.
+    usable = [gram for gram in grams if "\0" not in gram and gram.isprintable()]
+    return usable[:: max(1, -(-len(usable) // _MAX_GRAMS))]

@@ -1,0 +1,330 @@
+"""Changes as statements on the database. Knows nothing of threads, files and transactions, which are the writer's."""
+
+from __future__ import annotations
+
+import sqlite3
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from chatd.errors import StorageError
+from chatd.journal.encoding import answer_checksum, checksum, message_row, pack_ids, session_row, unpack_ids
+from chatd.journal.records import (
+    Change,
+    CountUsage,
+    Erased,
+    EraseSession,
+    MessageRecord,
+    RemoveMessages,
+    SaveAnswer,
+    SaveMessage,
+    SaveSession,
+    SessionRecord,
+    ShareMessages,
+)
+from chatd.journal.search import add_to_index, remove_from_index
+
+ANSWER_TTL_S = 86400.0
+MAX_ANSWERS_PER_USER = 1024
+
+_NEW_SESSION = """
+    INSERT INTO sessions (owner, id, title, updated_at, pinned, head, details, checksum)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?)"""
+_CHANGE_SESSION = """
+    UPDATE sessions SET owner = ?, id = ?, title = ?, updated_at = ?, pinned = ?, head = ?, details = ?, checksum = ?
+    WHERE pk = ?"""
+_NEW_MESSAGE = """
+    INSERT INTO messages (id, parent, role, status, created_at, content, is_answer, prompt_ids, ids, details, checksum)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+_CHANGE_MESSAGE = """
+    UPDATE messages SET id = ?, parent = ?, role = ?, status = ?, created_at = ?, content = ?, is_answer = ?,
+        prompt_ids = ?, ids = ?, details = ?, checksum = ?
+    WHERE pk = ?"""
+_COUNT_USAGE = """
+    INSERT INTO usage (tenant, key_id, day, requests, input_tokens, cached_tokens, output_tokens)
+    VALUES (?, ?, ?, 1, ?, ?, ?)
+    ON CONFLICT (tenant, key_id, day) DO UPDATE SET requests = requests + 1,
+        input_tokens = input_tokens + excluded.input_tokens, cached_tokens = cached_tokens + excluded.cached_tokens,
+        output_tokens = output_tokens + excluded.output_tokens"""
+_EXPIRED = """
+    SELECT sessions.id FROM sessions JOIN owners ON owners.pk = sessions.owner
+    WHERE owners.tenant = ? AND updated_at < ? AND NOT pinned AND NOT EXISTS (
+        SELECT 1 FROM members JOIN messages ON messages.pk = members.message
+        WHERE members.session = sessions.pk AND messages.status = 'in_progress')
+    ORDER BY updated_at"""
+
+
+@dataclass(slots=True)
+class _Removed:
+    """What became of messages that were taken out of a session."""
+
+    messages: int = 0
+    shared_messages: int = 0
+    tokens: int = 0
+    num_bytes: int = 0
+
+
+class Tables:
+    """The tables of one connection, inside of whatever transaction it is in.
+
+    Args:
+        connection: To a database of the newest schema.
+
+    Attributes:
+        has_erased: Something was erased whose remains may still be in free pages, the index and the log.
+    """
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.has_erased = False
+        self._db = connection
+        # Number, and length of the answer so far, of answers in flight that tokens were written of.
+        self._in_flight: dict[str, tuple[int, int]] = {}
+
+    def forget(self) -> None:
+        """Forget what is known of a transaction that was rolled back."""
+        self._in_flight.clear()
+
+    def apply(self, changes: Iterable[Change]) -> None:
+        """Make changes, in order.
+
+        Raises:
+            StorageError: A change names a session or a message that is not there.
+            sqlite3.Error: The database's.
+        """
+        for change in changes:
+            match change:
+                case SaveSession(session=record):
+                    self._save_session(record)
+                case SaveMessage(session=session, message=message):
+                    self._save_message(session, message)
+                case ShareMessages(session=session, messages=ids):
+                    self._share(session, ids)
+                case RemoveMessages(session=session, messages=ids):
+                    self._remove(session, ids)
+                case SaveAnswer():
+                    self._save_answer(change)
+                case CountUsage():
+                    self._db.execute(
+                        _COUNT_USAGE,
+                        (
+                            change.tenant,
+                            change.key_id,
+                            change.day.isoformat(),
+                            change.input_tokens,
+                            change.cached_tokens,
+                            change.output_tokens,
+                        ),
+                    )
+                case EraseSession(session=session):
+                    self.erase(session)
+
+    def append_tokens(self, message: str, start: int, ids: array[int]) -> None:
+        """Note tokens of an answer in flight from `start` on; nothing where it has ended, or where some are missing."""
+        known = self._in_flight.get(message) or self._find_in_flight(message)
+        if known is None:
+            return
+        pk, length = known
+        if start > length:
+            return
+        if start < length:
+            self._db.execute("DELETE FROM tokens_in_flight WHERE message = ? AND start >= ?", (pk, start))
+        data = pack_ids(ids)
+        self._db.execute(
+            "INSERT INTO tokens_in_flight (message, start, ids, checksum) VALUES (?, ?, ?, ?)",
+            (pk, start, data, checksum(pk, start, data)),
+        )
+        self._in_flight[message] = (pk, start + len(ids))
+
+    def erase(self, session: str) -> Erased:
+        """Remove a session, the messages that no other one has, and the kept answers that tell of it."""
+        row = self._db.execute(
+            "SELECT sessions.pk, owner, title, tenant, user FROM sessions JOIN owners ON owners.pk = owner"
+            " WHERE id = ?",
+            (session,),
+        ).fetchone()
+        if row is None:
+            return Erased(messages=0, shared_messages=0, tokens=0, num_bytes=0)
+        pk, owner, title, tenant, user = row
+        members = [m for (m,) in self._db.execute("SELECT message FROM members WHERE session = ?", (pk,))]
+        self._db.execute("DELETE FROM members WHERE session = ?", (pk,))
+        removed = self._forget_unused(owner, members)
+        remove_from_index(self._db, -pk, owner, title)
+        self._db.execute("DELETE FROM sessions WHERE pk = ?", (pk,))
+        self._db.execute(
+            "DELETE FROM answers WHERE tenant = ? AND user = ? AND instr(event, CAST(? AS BLOB))",
+            (tenant, user, f'"{session}"'),
+        )
+        self._db.execute(
+            "DELETE FROM owners WHERE pk = ? AND NOT EXISTS (SELECT 1 FROM sessions WHERE owner = ?)", (owner, owner)
+        )
+        self._db.execute("INSERT OR IGNORE INTO scrubs (pk) VALUES (1)")
+        self.has_erased = True
+        return Erased(
+            messages=removed.messages,
+            shared_messages=removed.shared_messages,
+            tokens=removed.tokens,
+            num_bytes=removed.num_bytes + len(title.encode()),
+        )
+
+    def must_scrub(self) -> bool:
+        """Tell whether something was erased whose remains may still be in the files, before a crash too."""
+        return self._db.execute("SELECT 1 FROM scrubs").fetchone() is not None
+
+    def note_scrubbed(self) -> None:
+        """Note that no remains are left."""
+        self._db.execute("DELETE FROM scrubs")
+
+    def expired(self, before: Mapping[str, float], default: float | None) -> list[str]:
+        """Return sessions that nobody used since, by tenant; those that are pinned or answer are not among them.
+
+        Args:
+            before: Unix seconds, by tenant.
+            default: Of other tenants; None keeps theirs.
+        """
+        found: list[str] = []
+        for (tenant,) in self._db.execute("SELECT DISTINCT tenant FROM owners").fetchall():
+            limit = before.get(tenant, default)
+            if limit is not None:
+                found += [session for (session,) in self._db.execute(_EXPIRED, (tenant, limit))]
+        return found
+
+    def _save_session(self, session: SessionRecord) -> None:
+        owner = self._owner(session.tenant, session.user)
+        row = (owner, *session_row(session))
+        before = self._db.execute("SELECT pk, owner, title FROM sessions WHERE id = ?", (session.id,)).fetchone()
+        if before is None:
+            pk = _number(self._db.execute(_NEW_SESSION, row))
+        else:
+            pk = before[0]
+            self._db.execute(_CHANGE_SESSION, (*row, pk))
+            if before[1:] == (owner, session.title):
+                return
+            remove_from_index(self._db, -pk, before[1], before[2])
+        add_to_index(self._db, -pk, owner, session.title)
+
+    def _owner(self, tenant: str, user: str) -> int:
+        row = self._db.execute("SELECT pk FROM owners WHERE tenant = ? AND user = ?", (tenant, user)).fetchone()
+        if row is None:
+            return _number(self._db.execute("INSERT INTO owners (tenant, user) VALUES (?, ?)", (tenant, user)))
+        return int(row[0])
+
+    def _session(self, session: str) -> tuple[int, int]:
+        """Return a session's number and its owner's."""
+        row = self._db.execute("SELECT pk, owner FROM sessions WHERE id = ?", (session,)).fetchone()
+        if row is None:
+            raise StorageError(f"session {session} is not in the journal")
+        return row[0], row[1]
+
+    def _save_message(self, session: str, message: MessageRecord) -> None:
+        session_pk, owner = self._session(session)
+        row = message_row(message)
+        before = self._db.execute("SELECT pk, content FROM messages WHERE id = ?", (message.id,)).fetchone()
+        if before is None:
+            pk, old = _number(self._db.execute(_NEW_MESSAGE, row)), ""
+        else:
+            pk, old = before
+            self._db.execute(_CHANGE_MESSAGE, (*row, pk))
+            self._db.execute("DELETE FROM tokens_in_flight WHERE message = ?", (pk,))
+        if old != message.content:
+            remove_from_index(self._db, pk, owner, old)
+            add_to_index(self._db, pk, owner, message.content)
+        if message.status == "in_progress":
+            self._in_flight[message.id] = (pk, len(message.ids))
+        else:
+            self._in_flight.pop(message.id, None)
+        self._add_member(session_pk, pk)
+
+    def _share(self, session: str, messages: Sequence[str]) -> None:
+        session_pk, _ = self._session(session)
+        for message in messages:
+            row = self._db.execute("SELECT pk FROM messages WHERE id = ?", (message,)).fetchone()
+            if row is None:
+                raise StorageError(f"message {message} is not in the journal")
+            self._add_member(session_pk, row[0])
+
+    def _add_member(self, session: int, message: int) -> None:
+        known = self._db.execute("SELECT 1 FROM members WHERE message = ? AND session = ?", (message, session))
+        if known.fetchone() is not None:
+            return
+        (last,) = self._db.execute("SELECT max(position) FROM members WHERE session = ?", (session,)).fetchone()
+        position = 0 if last is None else last + 1
+        self._db.execute(
+            "INSERT INTO members (session, position, message, checksum) VALUES (?, ?, ?, ?)",
+            (session, position, message, checksum(session, position, message)),
+        )
+
+    def _remove(self, session: str, messages: Sequence[str]) -> None:
+        session_pk, owner = self._session(session)
+        removed = []
+        for message in messages:
+            row = self._db.execute("SELECT pk FROM messages WHERE id = ?", (message,)).fetchone()
+            if row is not None:
+                removed.append(row[0])
+                self._db.execute("DELETE FROM members WHERE message = ? AND session = ?", (row[0], session_pk))
+        self._forget_unused(owner, removed)
+
+    def _forget_unused(self, owner: int, messages: Iterable[int]) -> _Removed:
+        """Delete those messages of an owner that no session has."""
+        removed = _Removed()
+        for pk in messages:
+            if self._db.execute("SELECT 1 FROM members WHERE message = ?", (pk,)).fetchone() is not None:
+                removed.shared_messages += 1
+                continue
+            row = self._db.execute("SELECT id, content, prompt_ids, ids FROM messages WHERE pk = ?", (pk,)).fetchone()
+            if row is None:
+                continue
+            message, content, *ids = row
+            ids += [data for (data,) in self._db.execute("SELECT ids FROM tokens_in_flight WHERE message = ?", (pk,))]
+            self._db.execute("DELETE FROM tokens_in_flight WHERE message = ?", (pk,))
+            remove_from_index(self._db, pk, owner, content)
+            self._db.execute("DELETE FROM messages WHERE pk = ?", (pk,))
+            self._in_flight.pop(message, None)
+            removed.messages += 1
+            removed.tokens += sum(map(_num_ids, ids))
+            removed.num_bytes += len(content.encode()) + sum(map(len, ids))
+        return removed
+
+    def _save_answer(self, answer: SaveAnswer) -> None:
+        self._db.execute(
+            "INSERT OR REPLACE INTO answers (tenant, user, command, body, event, at, checksum)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (
+                answer.tenant,
+                answer.user,
+                answer.command,
+                answer.body,
+                answer.event,
+                float(answer.at),
+                answer_checksum(answer),
+            ),
+        )
+        self._db.execute("DELETE FROM answers WHERE at < ?", (answer.at - ANSWER_TTL_S,))
+        self._db.execute(
+            "DELETE FROM answers WHERE rowid IN (SELECT rowid FROM answers WHERE tenant = ? AND user = ?"
+            " ORDER BY at DESC, rowid DESC LIMIT -1 OFFSET ?)",
+            (answer.tenant, answer.user, MAX_ANSWERS_PER_USER),
+        )
+
+    def _find_in_flight(self, message: str) -> tuple[int, int] | None:
+        """Return number and length of an answer that has not ended."""
+        row = self._db.execute(
+            "SELECT pk, ids FROM messages WHERE id = ? AND status = 'in_progress'", (message,)
+        ).fetchone()
+        if row is None:
+            return None
+        pk, ids = row
+        last = self._db.execute(
+            "SELECT start, ids FROM tokens_in_flight WHERE message = ? ORDER BY start DESC LIMIT 1", (pk,)
+        ).fetchone()
+        return pk, len(unpack_ids(ids)) if last is None else last[0] + len(unpack_ids(last[1]))
+
+
+def _number(inserted: sqlite3.Cursor) -> int:
+    """Return the number of the row that was inserted."""
+    assert inserted.lastrowid is not None, "nothing was inserted"
+    return inserted.lastrowid
+
+
+def _num_ids(data: bytes) -> int:
+    """Return how many ids are packed, of damaged ones about as many."""
+    return (len(data) - 1) // (data[0] or 1) if data else 0
