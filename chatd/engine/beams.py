@@ -206,7 +206,7 @@ class Beams:
             arrival_s=head.arrival_s,
         )
         beam.group = group
-        beam.num_prompt_tokens = beam.num_charged_tokens = head.num_prompt_tokens
+        beam.num_prompt_tokens = beam.num_submitted_tokens = beam.num_charged_tokens = head.num_prompt_tokens
         beam.is_started = True
         beam.admission = head.admission
         beam.admitted_s = head.admitted_s

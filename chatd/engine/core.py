@@ -273,6 +273,7 @@ class EngineCore:
         if ids and not 0 <= min(ids) <= max(ids) < limit:
             raise InvalidRequest(f"token ids are {min(ids)} to {max(ids)}, the limit is {limit - 1}", param="input")
         check_sampling_params(message.params, limit)
+        self._check_answered(message)
         if message.beam is not None:
             check_beam_search(message.beam, message.params, limit, config.max_num_seqs)
             if message.compute_only:
@@ -285,6 +286,25 @@ class EngineCore:
         )
         if len(self.scheduler.waiting) >= config.max_waiting:
             raise Unavailable(f"{config.max_waiting} requests wait already (max_waiting)", retry_after_ms=1000)
+
+    @staticmethod
+    def _check_answered(message: Submit) -> None:
+        """Refuse an answer that cannot go on.
+
+        Raises:
+            InvalidRequest: There is no prompt before it, it is as long as it may be, or it is no drawn answer.
+        """
+        answered, param = message.num_answered, "num_answered"
+        length = message.base_len + len(message.new_ids)
+        if not 0 <= answered < length:
+            raise InvalidRequest(f"num_answered is {answered}, the range is 0 to {length - 1}", param=param)
+        if answered >= message.params.max_tokens:
+            raise InvalidRequest(f"num_answered is {answered}, max_tokens is {message.params.max_tokens}", param=param)
+        others = {"compute_only": message.compute_only, "sample_of": message.sample_of is not None}
+        others["beam"] = message.beam is not None
+        if answered and any(others.values()):
+            names = " and ".join(name for name, is_given in others.items() if is_given)
+            raise InvalidRequest(f"num_answered is {answered}, {names} has no answer to go on with", param=param)
 
     def _open(self, message: Submit, tenant: str | None, lease: Lease | None, now: float) -> Request:
         if lease is None:
@@ -304,6 +324,8 @@ class EngineCore:
             stop_ids=stop_ids_of(message.params, self.config.eos_token_ids),
             arrival_s=now,
             compute_only=message.compute_only,
+            num_answered=message.num_answered,
+            is_suspect=message.is_suspect,
         )
 
     def _finish(self, message: Finish, now: float) -> None:

@@ -28,6 +28,11 @@ class Submit(Message, frozen=True):
         sample_of: Another sample of the prompt of that request, which was submitted before: where it has not ended, its
             blocks are shared as soon as the prompt is computed. Lease and ids are given as for any other request.
         beam: Search instead of drawing; the sequences come in one `Beams` before `Done`, the best stays in the lease.
+        num_answered: So many of the ids, at their end, are the answer's already: it goes on after them. Draws are
+            numbered, penalties, `min_tokens` and `max_tokens` counted and `Done` told as if it had never stopped; so
+            it has fewer than `max_tokens` of them. Not with `compute_only`, `sample_of` or `beam`.
+        is_suspect: It was running when an engine died. It is computed alone until its next two tokens are drawn, and
+            their rows computed: whatever one step did to that engine, it does to this request only.
     """
 
     request: RequestId
@@ -41,6 +46,8 @@ class Submit(Message, frozen=True):
     compute_only: bool = False
     sample_of: RequestId | None = None
     beam: BeamSearch | None = None
+    num_answered: int = 0
+    is_suspect: bool = False
 
 
 class Fork(Message, frozen=True):

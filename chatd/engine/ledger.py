@@ -31,13 +31,15 @@ class Ledger:
 
     def count_cached(self, request: Request, start: int, end: int) -> None:
         """Count tokens that were found after the prompt was admitted, and need not be computed any more."""
-        cached = min(end, request.num_prompt_tokens) - max(request.num_charged_tokens, start)
+        cached = min(end, request.num_submitted_tokens) - max(request.num_charged_tokens, start)
         if cached <= 0:
             return
-        request.num_cached_tokens += cached
+        before = request.num_cached_tokens
+        # What there was of an answer is paid for as a prompt is, and is not told as one.
+        request.num_cached_tokens = min(before + cached, request.num_prompt_tokens)
         request.num_charged_tokens += cached
         if request.is_started:
-            self.counts[request.tenant].cached_tokens += cached
+            self.counts[request.tenant].cached_tokens += request.num_cached_tokens - before
             self.counters.charge(request.tenant, CACHED_TOKEN_COST * cached)
 
     def count_loaded(self, request: Request, start: int, end: int) -> None:
@@ -53,7 +55,7 @@ class Ledger:
             request.is_started = True
             counts.prompt_tokens += request.num_prompt_tokens
             counts.cached_tokens += request.num_cached_tokens
-            self.counters.charge(request.tenant, CACHED_TOKEN_COST * request.num_cached_tokens)
+            self.counters.charge(request.tenant, CACHED_TOKEN_COST * request.num_charged_tokens)
             queue_s = request.admitted_s - request.arrival_s
             self._outbox.append(
                 Started(request.request_id, request.num_prompt_tokens, request.num_cached_tokens, queue_s)
@@ -61,7 +63,7 @@ class Ledger:
         self._tell_resumed(request)
         request.num_prefill_tokens += num_tokens
         # What is computed again after a preemption was paid for.
-        charged = min(end, request.num_prompt_tokens)
+        charged = min(end, request.num_submitted_tokens)
         if charged > request.num_charged_tokens:
             self.counters.charge(request.tenant, PROMPT_TOKEN_COST * (charged - request.num_charged_tokens))
             request.num_charged_tokens = charged

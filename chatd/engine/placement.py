@@ -151,7 +151,8 @@ class Placement:
         if request.admitted_s < 0:
             request.admitted_s = now
             found = draft.start - len(draft.loads) * self._config.block_size
-            request.num_cached_tokens = request.num_charged_tokens = found
+            request.num_charged_tokens = found
+            request.num_cached_tokens = min(found, request.num_prompt_tokens)
         if not draft.num_tokens and not draft.loads:
             self._roster.advance_prompt(request, 0, draft.start)
             self._roster.end(request, FinishReason.COMPUTED, now)

@@ -63,16 +63,18 @@ class Request:
         compute_only: It ends when its prompt is computed, and draws nothing.
         stop_ids: Drawing one of these ends the answer.
         num_prompt_tokens: Ids before the answer.
-        num_cached_tokens: Of those, found computed at the first admission.
+        num_submitted_tokens: Ids that it came with: its prompt, and what there was of its answer.
+        num_cached_tokens: Of the prompt, found computed at the first admission.
         arrival_s: When it was submitted.
         admission: Counts admissions; the greatest is the youngest. 0 while it waits for its first.
         safe_until: It is not preempted before so many tokens are computed: what it lost the last time, and one.
         num_found_tokens: Leading tokens that the cache had for it when that was last seen.
         num_leads_seen: Admissions of its tenant when it was last looked whether one of them computes its prefix.
-        num_charged_tokens: Prompt tokens that its tenant has paid for.
+        num_charged_tokens: Submitted tokens that its tenant has paid for.
         why: Why it waits.
         told: Its place in its tenant's queue and `why`, as last told to the front.
         is_started: `Started` was said.
+        is_suspect: It is planned alone: it was running when an engine died, and has not got past that place.
         has_joined: It has waited for a prefix that another request computed.
         is_overtaken: Others that needed its prefix compute it themselves now.
         is_preempted: It lost its blocks and has not gone on yet.
@@ -95,6 +97,7 @@ class Request:
         "is_overtaken",
         "is_preempted",
         "is_started",
+        "is_suspect",
         "keep_lease",
         "last_token_s",
         "lease",
@@ -106,6 +109,7 @@ class Request:
         "num_preemptions",
         "num_prefill_tokens",
         "num_prompt_tokens",
+        "num_submitted_tokens",
         "params",
         "request_class",
         "request_id",
@@ -130,6 +134,8 @@ class Request:
         stop_ids: frozenset[int],
         arrival_s: float,
         compute_only: bool = False,
+        num_answered: int = 0,
+        is_suspect: bool = False,
     ) -> None:
         self.request_id = request_id
         self.lease = lease
@@ -140,7 +146,9 @@ class Request:
         self.stop_ids = stop_ids
         self.arrival_s = arrival_s
         self.status = RequestStatus.WAITING
-        self.num_prompt_tokens = len(lease.token_ids)
+        self.num_submitted_tokens = len(lease.token_ids)
+        self.num_prompt_tokens = self.num_submitted_tokens - num_answered
+        self.is_suspect = is_suspect
         self.num_cached_tokens = 0
         self.num_charged_tokens = 0
         self.num_leads_seen = 0
@@ -194,7 +202,7 @@ class Request:
     def is_decode(self) -> bool:
         """True where one row stands between it and the next token of its answer."""
         computed = self.lease.table.num_computed_tokens
-        return computed >= self.num_prompt_tokens and len(self.lease.token_ids) - computed == 1
+        return computed >= self.num_submitted_tokens and len(self.lease.token_ids) - computed == 1
 
     @property
     def num_output_tokens(self) -> int:

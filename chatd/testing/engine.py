@@ -396,11 +396,11 @@ class EngineHarness:
         params: SamplingParams | None = None,
         request_class: RequestClass = RequestClass.INTERACTIVE,
         keep_lease: bool = True,
-        **search: Any,
+        **more: Any,
     ) -> list[EngineMessage]:
         """Submit a request on a lease that has the request's number unless it is given.
 
-        `search` are further fields of `Submit`: `sample_of`, `beam`, `compute_only`.
+        `more` are further fields of `Submit`, such as `sample_of` or `num_answered`.
         """
         return self.send(
             Submit(
@@ -412,7 +412,7 @@ class EngineHarness:
                 params or sampling_params(),
                 request_class,
                 keep_lease,
-                **search,
+                **more,
             )
         )
 

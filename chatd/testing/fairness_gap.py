@@ -53,7 +53,7 @@ class FairnessGap:
             request = self._core.scheduler.requests[chunk.request_id]
             if request.tenant is None or chunk.request_id in output.failed:
                 continue
-            prompt, charged = request.num_prompt_tokens, self._charged.get(chunk.request_id, 0)
+            prompt, charged = request.num_submitted_tokens, self._charged.get(chunk.request_id, 0)
             end = min(chunk.start + chunk.num_tokens, prompt)
             # A beam's prompt is its head's; what is computed again was counted before.
             if chunk.request_id >= 0 and end > charged:

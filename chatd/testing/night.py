@@ -93,13 +93,8 @@ def _simulate_sessions(run: SessionRun) -> Counter[str]:
 
 def _simulate_engine(run: Run) -> Counter[str]:
     simulation = simulate(run.seed, run.num_steps, shape=SHAPES[run.shape], hash_function=HASHES[run.hash_name])
-    counts, core = simulation.counts, simulation.core
-    counts["preempted"] = core.scheduler.num_preemptions
-    counts["joined"] = core.scheduler.joins.num_joins
-    counts["swapped"] = core.scheduler.num_swapped
-    counts["evicted"] = core.pool.num_evictions
-    counts["from disk"] = 0 if simulation.disk is None else simulation.disk.num_loaded
-    return counts
+    simulation.count_engine()
+    return simulation.counts
 
 
 def simulate_all(

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from typing import Any
 
+import msgspec
 import xxhash
 
 from chatd.engine.messages import Ping, PoolFrame, RequestClass, Retain, SetTenant, Submit, WatchPool
@@ -48,10 +49,11 @@ _WEIGHT_OF = {
     "quota": 1,
     "corrupt": 1,
     "watch": 2,
+    "die": 1,
 }
 VERBS = tuple(_WEIGHT_OF)
 # What ends everything, changes weights or fills the pool: two tenants that wait cannot be compared across it.
-_UNSTEADY = {"corrupt", "quota", "squeeze"}
+_UNSTEADY = {"corrupt", "die", "quota", "squeeze"}
 _VERBS, _WEIGHTS = list(_WEIGHT_OF), list(_WEIGHT_OF.values())
 
 
@@ -253,6 +255,17 @@ class Simulation(Witness):
         self.send(WatchPool(self.rng.choice((0.0, 0.01)), self.rng.random() < 0.5, self.rng.random() < 0.5))
         return True
 
+    def _die(self) -> bool:
+        """The engine ends, now and then with a step of which nobody heard; another one goes on with every answer."""
+        if self.rng.random() < 0.5:
+            return False
+        if self.rng.random() < 0.5:
+            self.core.step(self.clock.now)
+            if self.runner.violation is not None:
+                raise self.runner.violation
+        self.die()
+        return True
+
     # Parts.
 
     def _has_room(self) -> bool:
@@ -285,8 +298,12 @@ class Simulation(Witness):
             stop_token_ids=(STOP_ID,) if rng.random() < 0.6 else (),
             min_tokens=rng.choice((0, 0, 1)),
         )
+
         keep_lease = rng.random() < 0.9
         compute_only = rng.random() < 0.1
+        beam = self._search() if not compute_only and rng.random() < 0.1 and not self.shape.backlog else None
+        if beam is None and rng.random() < 0.1:
+            params = msgspec.structs.replace(params, frequency_penalty=0.5)
         request_class = rng.choice(list(RequestClass))
         job = self.submit(
             session,
@@ -296,7 +313,7 @@ class Simulation(Witness):
             request_class,
             keep_lease=keep_lease,
             compute_only=compute_only,
-            beam=self._search() if not compute_only and rng.random() < 0.1 and not self.shape.backlog else None,
+            beam=beam,
             # A sample of what may be another prompt, or another tenant's: it goes on as any request.
             sample_of=rng.choice(list(self.jobs)) if self.jobs and rng.random() < 0.03 else None,
         )

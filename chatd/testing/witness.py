@@ -35,7 +35,7 @@ from chatd.engine.messages import (
     Tokens,
     Trim,
 )
-from chatd.engine.plan import BlockId, Plan, RequestId, StepOutput
+from chatd.engine.plan import BlockId, Plan, RequestId, SampleSpec, StepOutput
 from chatd.engine.sampling import BeamSearch, SamplingParams
 from chatd.engine.transfer_costs import TransferCosts
 from chatd.kvcache.block_pool import Account
@@ -95,6 +95,7 @@ class Job:
     session: Session
     submit: Submit
     num_prompt: int
+    num_answered: int = 0
     may_fail: bool = False
     is_started: bool = False
     trim_to: int | None = None
@@ -184,6 +185,13 @@ class Witness:
                 for name, weight, floor in zip(shape.tenants, shape.weights, shape.floors, strict=True)
             },
         )
+        self._hash_function = hash_function
+        self._keep_log = keep_log
+        self._start()
+
+    def _start(self) -> None:
+        """Start an engine that has nothing."""
+        shape, hash_function = self.shape, self._hash_function
         # Steps take other times than the cost model starts with, so that it is fitted meanwhile.
         cost = CostParameters(1.2e-3, 3e-4, 2e-6)
         self.runner = ProvenanceRunner(
@@ -195,13 +203,53 @@ class Witness:
             self.config,
             self,
             self.clock,
-            log=self.log.append if keep_log else None,
+            log=self.log.append if self._keep_log else None,
             disk=self.disk,
             hash_function=hash_function,
             # A constant hash has one key for all; the list under it must not be what limits the hits.
             max_entries_per_key=shape.num_blocks if hash_function is constant_hash else MAX_ENTRIES_PER_KEY,
         )
         self.gap = FairnessGap(self.core)
+
+    def die(self) -> None:
+        """Lose the engine with all that it held, and have another one go on with each answer where it was.
+
+        What the old one has said was heard; it may be in the middle of a step.
+        """
+        self.count_engine()
+        self._start()
+        self.counts["died"] += 1
+        jobs = list(self.jobs.values())
+        self.jobs.clear()
+        for job in jobs:
+            session = job.session
+            request = RequestId(self._next_id)
+            self._next_id += 1
+            job.num_answered = len(session.token_ids) - job.num_prompt
+            self.counts["went on"] += job.num_answered > 0
+            job.submit = msgspec.structs.replace(
+                job.submit,
+                request=request,
+                base_len=0,
+                new_ids=list(session.token_ids),
+                sample_of=None,
+                num_answered=job.num_answered,
+                is_suspect=job.is_started,
+            )
+            job.request, job.is_started = request, False
+            self.jobs[request] = job
+            self.send(job.submit)
+            if job.trim_to is not None and session.job is job:
+                self.send(Trim(session.lease, job.trim_to))
+
+    def count_engine(self) -> None:
+        """Add up what the engine has counted in its life."""
+        core, counts = self.core, self.counts
+        counts["preempted"] += core.scheduler.num_preemptions
+        counts["joined"] += core.scheduler.joins.num_joins
+        counts["swapped"] += core.scheduler.num_swapped
+        counts["evicted"] += core.pool.num_evictions
+        counts["from disk"] += 0 if self.disk is None else self.disk.num_loaded
 
     # What a front does.
 
@@ -410,6 +458,8 @@ class Witness:
             assert (chunk.sample is not None) == (is_end and not job.submit.compute_only), (
                 f"request {chunk.request_id} samples in the middle of its prompt, or not at its end"
             )
+            if chunk.sample is not None and job.submit.beam is None:
+                self._check_sample(chunk.sample, job)
         if self.runner.raise_next and len(ids) == 1:
             # A retry that fails as well is a failure of whoever is in it.
             self._job_of(ids[0]).may_fail = True
@@ -420,6 +470,17 @@ class Witness:
             block_id for chunk in plan.chunks if chunk.request_id in output.failed for block_id in chunk.block_ids
         ]
         return output
+
+    def _check_sample(self, sample: SampleSpec, job: Job) -> None:
+        """Compare what a token is drawn by with the answer that it is for, also where that goes on from another run."""
+        ids, at = job.session.token_ids, job.num_prompt
+        number = len(ids) - at
+        assert sample.output_position == number, f"I21: request {job.request} draws number {sample.output_position}"
+        is_short = number < sample.params.min_tokens
+        assert bool(sample.stop_token_ids) == (is_short and bool(sample.params.stop_token_ids)), "min_tokens is wrong"
+        if sample.params.needs_history:
+            history = (list(sample.prompt_ids), list(sample.output_ids))
+            assert history == (ids[:at], ids[at:]), f"I21: request {job.request} is penalized for another history"
 
     def _check_loads(self) -> None:
         """Compare what was loaded with what its request should have there."""
@@ -470,7 +531,7 @@ class Witness:
                 assert not job.is_started, f"request {message.request} started twice"
                 job.is_started = True
                 assert message.num_prompt_tokens == job.num_prompt, f"request {message.request} has another prompt"
-                most = job.num_prompt - (not job.submit.compute_only)
+                most = job.num_prompt - (not job.submit.compute_only and not job.num_answered)
                 assert 0 <= message.num_cached_tokens <= most, "I8: all was cached"
                 self.counts["prompt_tokens"] += message.num_prompt_tokens
                 self.counts["cached_tokens"] += message.num_cached_tokens
@@ -532,7 +593,7 @@ class Witness:
         if done.error_code == "context_length_exceeded":
             # The others' floors were raised since the sizes of this run were chosen.
             usable = self.core.pool.usable_blocks(session.tenant or None) * self.shape.block_size
-            assert job.num_prompt + 1 > usable, f"request {done.request} was refused and fits"
+            assert job.num_prompt + job.num_answered + 1 > usable, f"request {done.request} was refused and fits"
         if done.error_code in ("unavailable", "context_length_exceeded"):
             # Nothing of the submission was done; the lease still has what this turn would have replaced.
             session.cut(job.submit.base_len)

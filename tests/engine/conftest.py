@@ -122,10 +122,11 @@ class RealEngine:
         disk = None if self.disk is None else self.disk(self.host, layout)
         self.core = EngineCore(EngineConfig(**(values | self.config)), runner, self.clock, disk=disk)
 
-    def submit(self, request, new_ids, *, lease=None, base_len=0, tenant="acme", **params):
+    def submit(self, request, new_ids, *, lease=None, base_len=0, tenant="acme", num_answered=0, **params):
         sampling = SamplingParams(**({"max_tokens": 12, "logprobs": 0} | params))
         lease = request if lease is None else lease
-        self._keep(self.core.handle(Submit(request, lease, tenant, base_len, new_ids, sampling), self.clock.now))
+        submit = Submit(request, lease, tenant, base_len, new_ids, sampling, num_answered=num_answered)
+        self._keep(self.core.handle(submit, self.clock.now))
 
     def send(self, message):
         self._keep(self.core.handle(message, self.clock.now))

@@ -79,6 +79,7 @@ def test_every_place_where_a_token_can_stand_is_known() -> None:
         *("steps", "step_s", "model_s", "num_preemptions", "num_failed_steps", "integrity_errors", "num_swapped"),
         *("forget", "num_host_blocks", "num_disk_blocks"),
         *("num_joins", "num_held", "num_tokens", "move_s", "code", "message", "exit_code"),
+        *("num_answered", "is_suspect"),
     }
     messages = (*FrontMessage.__args__, *EngineMessage.__args__)
     found = {field.name for message in messages for field in msgspec.structs.fields(message)}
