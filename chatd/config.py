@@ -167,6 +167,11 @@ class SessionSettings(_Section):
     max_tokens: int | None = Field(
         None, ge=1, description="Longest answer that a client can have; the rest of the context where absent."
     )
+    context_policy: Literal["refuse", "drop_oldest"] = Field(
+        "refuse",
+        description="What becomes of a turn that has no room in the context, in sessions that name nothing: `refuse`,"
+        " or `drop_oldest`, which leaves the oldest turns out, visibly.",
+    )
     replay_events: int = Field(8192, ge=16, description="Events that a session keeps for clients that reconnect.")
     replay_bytes: int = Field(2**20, ge=2**12, description="Bytes of those events.")
     replay_ttl_s: int = Field(300, ge=1, description="How long they are kept.")

@@ -48,6 +48,7 @@ Metadata = Annotated[
 Role = Literal["system", "user", "assistant"]
 AttachRole = Literal["writer", "observer"]
 HistoryScope = Literal["full", "tail", "none"]
+ContextPolicy = Literal["refuse", "drop_oldest"]
 ItemStatus = Literal["completed", "in_progress", "incomplete"]
 IncompleteReason = Literal["max_output_tokens", "context", "cancelled", "kv_exhausted", "draining"]
 CompletedReason = Literal["stop", "stop_string"]
@@ -159,6 +160,8 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         usage: Of a finished answer.
         timings: Of a finished answer.
         siblings: Where there are others beside it.
+        context_from: Of an answer before which the oldest messages were left out of the context: the first one that was
+            in it, then and for what follows.
     """
 
     id: str
@@ -170,6 +173,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     usage: Usage | None = None
     timings: Timings | None = None
     siblings: Siblings | None = None
+    context_from: str | None = None
 
 
 class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,6 +194,7 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
     system: str | None = None
     params: Params = Params()
     metadata: dict[str, str] = {}
+    context_policy: ContextPolicy = "refuse"
 
 
 class LatestState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -258,6 +263,7 @@ class SessionCreate(_Command, frozen=True, kw_only=True, tag="session.create"):
     params: Params = Params()
     title: Title | None = None
     metadata: Metadata = {}
+    context_policy: ContextPolicy | None = None
 
 
 class SessionAttach(_Command, frozen=True, kw_only=True, tag="session.attach"):
@@ -286,7 +292,7 @@ class SessionGet(_Command, frozen=True, kw_only=True, tag="session.get"):
 
 
 class SessionUpdate(_Command, frozen=True, kw_only=True, tag="session.update"):
-    """Change what is named; `system` takes effect only before the first message."""
+    """Change what is named; another `system` is in the context from the next answer on."""
 
     session: SessionId
     title: Title | None = None
@@ -294,6 +300,8 @@ class SessionUpdate(_Command, frozen=True, kw_only=True, tag="session.update"):
     params: Params | None = None
     archived: bool | None = None
     pinned: bool | None = None
+    metadata: Metadata | None = None
+    context_policy: ContextPolicy | None = None
 
 
 class SessionDetach(_Command, frozen=True, kw_only=True, tag="session.detach"):
@@ -530,6 +538,20 @@ class BranchSelected(_Transcript, frozen=True, kw_only=True, tag="branch.selecte
     items: list[Item]
     parent: str | None = None
     re: str | None = None
+
+
+class SessionTruncated(_Transcript, frozen=True, kw_only=True, tag="session.truncated", omit_defaults=True):
+    """The oldest messages are out of the context of the answer that comes next; they stay in the conversation.
+
+    Attributes:
+        kept_from: The first message that is in it; the answer's item says it as `context_from`.
+        dropped_items: Messages that were in the context before.
+        dropped_tokens: Tokens that it is shorter by; absent where they were never counted.
+    """
+
+    kept_from: str
+    dropped_items: int
+    dropped_tokens: int | None = None
 
 
 class ResponseCreated(_Transcript, frozen=True, kw_only=True, tag="response.created", omit_defaults=True):
@@ -791,6 +813,7 @@ Event = (
     | SessionClosed
     | ItemAdded
     | BranchSelected
+    | SessionTruncated
     | ResponseCreated
     | OutputTextDelta
     | ResponseCompleted
@@ -818,6 +841,7 @@ EVENT_TYPES: frozenset[str] = frozenset(str(event.__struct_config__.tag) for eve
 TranscriptEvent = (
     ItemAdded
     | BranchSelected
+    | SessionTruncated
     | ResponseCreated
     | OutputTextDelta
     | ResponseCompleted

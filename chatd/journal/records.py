@@ -12,7 +12,7 @@ from datetime import date
 import msgspec
 
 from chatd.engine.sampling import SamplingParams
-from chatd.protocol import ItemStatus, Params, Role, Timings, Usage
+from chatd.protocol import ContextPolicy, ItemStatus, Params, Role, Timings, Usage
 
 ID_TYPE = "I"
 """Of the arrays of token ids."""
@@ -41,6 +41,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
         model: The name of the model that last answered.
         num_items: Messages on the path to the head, for lists.
         num_tokens: Ids of that path, likewise.
+        context_policy: What becomes of a turn that does not fit into the context.
     """
 
     id: str
@@ -61,6 +62,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     num_items: int = 0
     num_tokens: int = 0
+    context_policy: ContextPolicy = "refuse"
 
 
 class MessageRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +86,8 @@ class MessageRecord(msgspec.Struct, frozen=True, kw_only=True):
         key_id: Of an answer: whose key asked for it, for its usage.
         request_class: Of an answer: its place in the schedule.
         num_deaths: Of an answer in flight: engine processes that died while it ran.
+        log_system: Of an answer that begins a log, as `sessions.conversation.Node`.
+        context_from: Likewise.
     """
 
     id: str
@@ -103,6 +107,8 @@ class MessageRecord(msgspec.Struct, frozen=True, kw_only=True):
     key_id: str = ""
     request_class: str = "interactive"
     num_deaths: int = 0
+    log_system: str = ""
+    context_from: str | None = None
 
 
 class SaveSession(msgspec.Struct, frozen=True):

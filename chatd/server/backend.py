@@ -266,6 +266,7 @@ def session_limits(settings: Settings) -> SessionLimits:
         replay_bytes=sessions.replay_bytes,
         replay_ttl_s=sessions.replay_ttl_s,
         max_known_messages=sessions.max_known_messages,
+        context_policy=sessions.context_policy,
     )
 
 

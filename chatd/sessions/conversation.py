@@ -6,6 +6,10 @@ the log of a path is the ids of its answers laid end to end, and it is what the 
 that no answer followed yet is text only; its ids come into being with the prompt of the next answer, since a template
 renders it in its place.
 
+The first answer begins a log, and so does one whose context was put together anew (`sessions.context_policy`): its
+`prompt_ids` are all that is before it, and no answer before it counts. So where the oldest messages were dropped, or
+the system prompt is another one, the tree is as it was, and the log is what was computed.
+
 All changes go through the methods here, and nodes are never changed once their answer has ended, so paths can be shared
 between conversations. What belongs to one tree alone, as which messages follow one, is the conversation's.
 """
@@ -15,6 +19,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from sys import getsizeof
 
 from chatd.engine.sampling import SamplingParams
@@ -56,6 +61,8 @@ class Node:
         prompt_ids: Of an answer: ids between the answer before and this one.
         ids: Of an answer: its tokens, up to the one that ended it.
         is_answer: It was computed here, so it has ids.
+        log_system: Of an answer that begins a log: `system_digest` of the prompt that is in it; "" for any other.
+        context_from: Of such an answer: the first message that is in its log, where older ones were left out.
         num_tokens_before: Length of the log up to this message.
         num_bytes: Memory that its conversation is charged for it.
     """
@@ -73,9 +80,17 @@ class Node:
     prompt_ids: array[int] = field(default_factory=lambda: array(ID_TYPE))
     ids: array[int] = field(default_factory=lambda: array(ID_TYPE))
     is_answer: bool = False
+    log_system: str = ""
+    context_from: str | None = None
     num_tokens_before: int = 0
     num_bytes: int = 0
     _parts: list[str] = field(default_factory=list)
+    _log_start: Node | None = None
+
+    @property
+    def log_start(self) -> Node | None:
+        """The answer that begins the log which this message's is; None where no answer is before it."""
+        return self if self.log_system else self._log_start
 
     @property
     def content(self) -> str:
@@ -106,6 +121,7 @@ class Node:
             usage=self.usage,
             timings=self.timings,
             siblings=siblings,
+            context_from=self.context_from,
         )
 
     def to_message(self) -> Message:
@@ -196,6 +212,7 @@ class Conversation:
             parent,
             depth=1 if parent is None else parent.depth + 1,
             num_tokens_before=0 if parent is None else parent.num_tokens,
+            _log_start=None if parent is None else parent.log_start,
         )
         if content:
             node.append_text(content)
@@ -212,11 +229,16 @@ class Conversation:
         prompt_ids: Iterable[int],
         sampling: SamplingParams,
         stop_strings: tuple[str, ...],
+        *,
+        log_system: str = "",
+        context_from: str | None = None,
     ) -> Node:
-        """Add an empty answer after `parent` and make it the head."""
+        """Add an empty answer after `parent` and make it the head; with `log_system` it begins a log."""
         node = self.add_message(node_id, "assistant", "", parent)
         node.status = "in_progress"
         node.is_answer = True
+        if log_system:
+            node.log_system, node.context_from, node.num_tokens_before = log_system, context_from, 0
         node.prompt_ids = array(ID_TYPE, prompt_ids)
         node.sampling = sampling
         node.stop_strings = stop_strings
@@ -290,12 +312,24 @@ def pending_after(answer: Node | None, node: Node | None) -> list[Node]:
     return nodes
 
 
+def answers_of_log(node: Node | None) -> list[Node]:
+    """Return the answers whose ids make the log up to a message, the one that begins it first."""
+    answers = []
+    while (node := last_answer(node)) is not None:
+        answers.append(node)
+        if node.log_system:
+            break
+        node = node.parent
+    answers.reverse()
+    return answers
+
+
 def log_of(node: Node | None) -> array[int]:
     """Return all ids of the path to a message."""
     ids: array[int] = array(ID_TYPE)
-    for part in path_to(node):
-        ids.extend(part.prompt_ids)
-        ids.extend(part.ids)
+    for answer in answers_of_log(node):
+        ids.extend(answer.prompt_ids)
+        ids.extend(answer.ids)
     return ids
 
 
@@ -309,7 +343,7 @@ def log_between(node: Node | None, start: int) -> list[int]:
         ):
             if begin + len(ids) > start:
                 parts.append(ids[max(0, start - begin) :])
-        node = node.parent
+        node = None if node.log_system else node.parent
     return [token_id for part in reversed(parts) for token_id in part]
 
 
@@ -327,25 +361,35 @@ def common_node(a: Node | None, b: Node | None) -> Node | None:
 def common_length(a: Node | None, b: Node | None) -> int:
     """Return how many ids the logs of two paths of one tree share by having the same messages."""
     common = common_node(a, b)
-    return 0 if common is None else common.num_tokens
+    if a is None or b is None or common is None:
+        return 0
+    if a.log_start is b.log_start:
+        return common.num_tokens
+    return _num_equal(log_of(a), log_of(b))
 
 
 def common_prefix(a: Node | None, answer: Node) -> int:
-    """Return how many ids the log of a path shares with what goes before an answer of the same tree.
+    """Return how many ids the log of a path shares with that of an answer of the same tree.
 
-    Where they part at two answers, these have the same prompt but for what was edited, so their ids are compared. At
-    least one id of the answer's prompt is left, since it has to be computed for its logits.
+    Where they part at two answers, these have the same prompt but for what was edited, so their ids are compared; where
+    one of them has a log of its own, so are the logs. At least one id of the answer's log is left, since it has to be
+    computed for its logits.
     """
+    if a is None or a.log_start is not answer.log_start:
+        return 0 if a is None else min(_num_equal(log_of(a), log_of(answer)), answer.num_tokens - 1)
     common = common_node(a, answer.parent)
     length = 0 if common is None else common.num_tokens
     old, new = _first_answer_after(common, a), _first_answer_after(common, answer)
     if old is None or new is None:
         return length
-    limit = min(len(old.prompt_ids), len(new.prompt_ids) - (new is answer))
-    num_equal = 0
-    while num_equal < limit and old.prompt_ids[num_equal] == new.prompt_ids[num_equal]:
-        num_equal += 1
-    return length + num_equal
+    num_equal = _num_equal(old.prompt_ids + old.ids, new.prompt_ids + new.ids)
+    return min(length + num_equal, answer.num_tokens - 1)
+
+
+def _num_equal(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many ids two sequences begin with alike."""
+    length = min(len(a), len(b))
+    return next((i for i in range(length) if a[i] != b[i]), length)
 
 
 def _first_answer_after(start: Node | None, end: Node | None) -> Node | None:
@@ -357,3 +401,8 @@ def _first_answer_after(start: Node | None, end: Node | None) -> Node | None:
             found = end
         end = end.parent
     return found
+
+
+def system_digest(system: str | None) -> str:
+    """Return what a system prompt is known by in the answers whose log begins with it; never ""."""
+    return "none" if system is None else blake2b(system.encode(errors="surrogatepass"), digest_size=8).hexdigest()

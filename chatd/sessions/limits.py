@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from chatd.protocol import ContextPolicy
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
@@ -22,6 +24,7 @@ class SessionLimits:
         replay_bytes: Bytes of those events.
         replay_ttl_s: How long they are kept.
         max_known_messages: Messages by which stateless requests find their history, all users together.
+        context_policy: What becomes of a turn that does not fit into the context, in sessions that say nothing.
         max_stateless_sessions: Sessions that stateless requests leave behind, all users together.
     """
 
@@ -37,3 +40,4 @@ class SessionLimits:
     replay_ttl_s: float = 300.0
     max_known_messages: int = 65536
     max_stateless_sessions: int = 1024
+    context_policy: ContextPolicy = "refuse"

@@ -83,6 +83,7 @@ class NativeDoor:
         session = self._store.open(owner, Conversation(system))
         session.params = command.params
         session.metadata = dict(command.metadata)
+        session.context_policy = command.context_policy or self._limits.context_policy
         session.title = command.title or ""
         for message in messages:
             self._add_message(session, message, session.conversation.head)
@@ -96,8 +97,6 @@ class NativeDoor:
         _check_writer(session, subscriber)
         if command.system is not None:
             check_free(session)
-            if session.conversation.head is not None:
-                raise Conflict("system cannot change after the first message", code="system_fixed")
             check_size((command.system,), self._limits.max_content_bytes)
             self._store.check_text_room(session.owner, [command.system], session)
         if command.params is not None:
@@ -108,6 +107,10 @@ class NativeDoor:
             session.params = command.params
         if command.title is not None:
             session.title = command.title
+        if command.metadata is not None:
+            session.metadata = dict(command.metadata)
+        if command.context_policy is not None:
+            session.context_policy = command.context_policy
         if command.archived is not None:
             session.archived = command.archived
         if command.pinned is not None:
@@ -145,6 +148,7 @@ class NativeDoor:
         self._store.check_text_room(owner, [source.system or ""], num_bytes=conversation.num_bytes)
         fork = self._store.open(owner, conversation)
         fork.title = session.title if command.title is None else command.title
+        fork.context_policy = session.context_policy
         fork.params, fork.metadata, fork.date = session.params, dict(session.metadata), session.date
         for shared in conversation.path():
             fork.emit_item(shared)

@@ -19,6 +19,7 @@ from chatd.protocol import (
     BranchSelected,
     ClientAttached,
     ClientLeft,
+    ContextPolicy,
     ErrorBody,
     Event,
     HistoryScope,
@@ -32,6 +33,7 @@ from chatd.protocol import (
     ResponseIncomplete,
     SessionClosed,
     SessionInfo,
+    SessionTruncated,
     SessionUpdated,
     SessionUsage,
     Snapshot,
@@ -119,6 +121,7 @@ class Session:
         """What a template that writes the date writes, for as long as the session lives."""
         self.archived = False
         self.pinned = False
+        self.context_policy: ContextPolicy = "refuse"
         self.closed = False
         self.turn: Turn | None = None
         self.latest = Latest()
@@ -147,6 +150,7 @@ class Session:
             system=self.conversation.system,
             params=self.params,
             metadata=self.metadata,
+            context_policy=self.context_policy,
         )
 
     @property
@@ -287,8 +291,20 @@ class Session:
         )
 
     def emit_created(self, turn: Turn, re: str | None = None, sender: Subscriber | None = None) -> None:
-        """Tell that an answer began."""
+        """Tell that an answer began, and before that what its context has left out."""
         assert turn.answer is not None, "an answer without its message"
+        if turn.dropped is not None:
+            dropped = turn.dropped
+            self._emit(
+                SessionTruncated(
+                    session=self.id,
+                    seq=self.ring.head_seq + 1,
+                    ts=self._clock(),
+                    kept_from=dropped.kept_from,
+                    dropped_items=dropped.num_items,
+                    dropped_tokens=dropped.num_tokens,
+                )
+            )
         self._emit(
             ResponseCreated(
                 session=self.id,

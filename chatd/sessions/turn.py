@@ -22,6 +22,7 @@ from chatd.sessions.detokenizer import Detokenizer
 from chatd.sessions.stop_strings import StopStrings
 
 if TYPE_CHECKING:
+    from chatd.sessions.context_policy import Dropped
     from chatd.sessions.session import Session
 
 TokenLogprobs = tuple[float, list[tuple[int, float]]]
@@ -214,6 +215,7 @@ class Turn:
         sample_of: The turn whose prompt this one answers again.
         beam: How it searches for its answer, where it does.
         others: What the search found beside the answer.
+        dropped: What its context has left out that the one before had.
     """
 
     session: Session
@@ -238,3 +240,4 @@ class Turn:
     sample_of: Turn | None = None
     beam: BeamSearch | None = None
     others: list[OtherAnswer] = field(default_factory=list)
+    dropped: Dropped | None = None

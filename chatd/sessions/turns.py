@@ -6,7 +6,6 @@ says. The flag that keeps a second turn out is `Session.turn`: set before the fi
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from array import array
@@ -18,7 +17,8 @@ from chatd.engine.plan import RequestId
 from chatd.engine.sampling import BeamSearch, check_beam_search
 from chatd.errors import ChatdError, Conflict, EngineError, RateLimited, Unavailable
 from chatd.protocol import Message, Params, Usage
-from chatd.sessions.conversation import ID_TYPE, Node, Owner, last_answer, pending_after
+from chatd.sessions.context_policy import ContextMaker, Prompt
+from chatd.sessions.conversation import ID_TYPE, Node, Owner
 from chatd.sessions.endings import error_of, timings_of
 from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.limits import SessionLimits
@@ -65,6 +65,7 @@ class TurnRunner:
         self.is_ready = False
         self.observers: list[TurnObserver] = []
         self._encoder = encoder
+        self._contexts = ContextMaker(encoder, lambda: self.model)
         self._vocabulary = vocabulary
         self._limits = limits
         self._stats = stats
@@ -138,8 +139,15 @@ class TurnRunner:
         session.turn = turn
         self._num_by_owner[owner] += num_samples
         try:
-            prompt_ids = await self._encode(session, parent, messages)
-            self._accept(turn, parent, messages, prompt_ids, on_accepted)
+            prompt = await self._contexts.prompt(
+                session.context_policy,
+                session.conversation.system,
+                parent,
+                messages,
+                date=session.date,
+                max_tokens=params.max_tokens,
+            )
+            self._accept(turn, parent, messages, prompt, on_accepted)
         except BaseException:
             self._uncount(owner, num_samples - 1)
             self._free(turn)
@@ -176,7 +184,7 @@ class TurnRunner:
         session.turn = turn
         try:
             self.requests.share_prompt(first.session, first.answer, session)
-            self._accept(turn, first.answer.parent, [], list(first.answer.prompt_ids), on_accepted)
+            self._accept(turn, first.answer.parent, [], Prompt.of(first.answer), on_accepted)
         except BaseException:
             self._free(turn)
             raise
@@ -186,28 +194,17 @@ class TurnRunner:
         """Give up answers that were to follow a first one and will not begin."""
         self._uncount(owner, count)
 
-    async def _encode(self, session: Session, parent: Node | None, messages: Sequence[Message]) -> list[int]:
-        """Return what the messages add to the log; the templates and tokenizers run in a thread."""
-        answer = last_answer(parent)
-        said = [*(node.to_message() for node in pending_after(answer, parent)), *messages]
-        system = session.conversation.system if answer is None else None
-        self.model.check_text([system or "", *(message.content for message in said)])
-        if answer is None:
-            return await asyncio.to_thread(self._encoder.begin, system, said, date=session.date)
-        answer_ended = len(answer.ids) > 0 and answer.ids[-1] == self._encoder.turn_end_id
-        return await asyncio.to_thread(self._encoder.extend, said, answer_ended=answer_ended, date=session.date)
-
     def _accept(
         self,
         turn: Turn,
         parent: Node | None,
         messages: Sequence[Message],
-        prompt_ids: list[int],
+        prompt: Prompt,
         on_accepted: Callable[[Turn, Sequence[Node]], None],
     ) -> None:
         """Check that it fits, then change the conversation and submit; does not await."""
         conversation = turn.session.conversation
-        num_prompt_tokens = (0 if parent is None else parent.num_tokens) + len(prompt_ids)
+        num_prompt_tokens = prompt.num_tokens(parent)
         self.model.check_prompt(num_prompt_tokens)
         sampling = self.model.resolve(turn.params, num_prompt_tokens, draw=self._draw)
         if turn.beam is not None:
@@ -220,7 +217,18 @@ class TurnRunner:
         for message in messages:
             last = conversation.add_message(self._new_id("msg"), message.role, message.content, last)
             added.append(last)
-        answer = conversation.begin_answer(self._new_id("msg"), last, prompt_ids, sampling, turn.params.stop)
+        if added:
+            prompt = prompt.named(added[0].id)
+        turn.dropped = prompt.dropped
+        answer = conversation.begin_answer(
+            self._new_id("msg"),
+            last,
+            prompt.ids,
+            sampling,
+            turn.params.stop,
+            log_system=prompt.log_system,
+            context_from=prompt.context_from,
+        )
         turn.answer, turn.first_node = answer, added[0] if added else answer
         if turn.decided is None:
             try:
@@ -325,7 +333,13 @@ class TurnRunner:
         num_prompt_tokens = best.num_tokens_before + len(best.prompt_ids)
         self.requests.share_prompt(turn.session, best, session)
         answer = conversation.begin_answer(
-            self._new_id("msg"), best.parent, best.prompt_ids, best.sampling, best.stop_strings
+            self._new_id("msg"),
+            best.parent,
+            best.prompt_ids,
+            best.sampling,
+            best.stop_strings,
+            log_system=best.log_system,
+            context_from=best.context_from,
         )
         answer.append_text(other.text)
         completed = other.reason in (FinishReason.STOP, FinishReason.STOP_STRING)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from chatd import protocol as p
-from chatd.errors import Conflict, NotFound
+from chatd.errors import NotFound
 
 NOW = 1_700_000_000.0
 
@@ -31,6 +31,7 @@ class ScriptedSession:
     params: p.Params = field(default_factory=p.Params)
     archived: bool = False
     pinned: bool = False
+    context_policy: p.ContextPolicy = "refuse"
     tier: str = "device"
     seq: int = 0
     touched: int = 0
@@ -57,6 +58,7 @@ class ScriptedSession:
             pinned=self.pinned,
             system=self.system,
             params=self.params,
+            context_policy=self.context_policy,
         )
 
     def snapshot(self, model: p.ModelInfo) -> p.Snapshot:
@@ -65,9 +67,7 @@ class ScriptedSession:
 
     def update(self, command: p.SessionUpdate) -> None:
         """Change what is named."""
-        if command.system is not None and self.items:
-            raise Conflict("the system prompt is fixed", code="system_fixed", hint="start a new session")
-        for name in ("title", "system", "params", "archived", "pinned"):
+        for name in ("title", "system", "params", "archived", "pinned", "context_policy"):
             value = getattr(command, name)
             if value is not None:
                 setattr(self, name, value)

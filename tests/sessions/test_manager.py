@@ -666,9 +666,10 @@ async def test_update_changes_what_it_names_and_tells_the_sender() -> None:
     assert [event.re for event in connection.events] == [None]
     await say(manager, session, "hi")
     engine.run()
-    with pytest.raises(Conflict) as refused:
-        await manager.update(session, SessionUpdate(session=session.id, system="late"))
-    assert refused.value.error_code == "system_fixed"
+    command = SessionUpdate(session=session.id, system="late", metadata={"a": "b"}, context_policy="drop_oldest")
+    await manager.update(session, command)
+    info = manager.info(session)
+    assert (info.system, info.metadata, info.context_policy) == ("late", {"a": "b"}, "drop_oldest")
 
 
 async def test_an_observer_only_looks() -> None:
