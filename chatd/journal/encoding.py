@@ -18,7 +18,7 @@ import msgspec
 from chatd.engine.sampling import SamplingParams
 from chatd.errors import DamagedRecord
 from chatd.journal.records import ID_TYPE, MessageRecord, SaveAnswer, SessionRecord
-from chatd.protocol import ItemStatus, Params, Role, Timings, Usage
+from chatd.protocol import ContextPolicy, ItemStatus, Params, Role, Timings, Usage
 
 CHECKSUM_BYTES = 8
 _ID_BYTES = array(ID_TYPE).itemsize
@@ -66,6 +66,8 @@ class _MessageDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     key_id: str = ""
     request_class: str = "interactive"
     num_deaths: int = 0
+    log_system: str = ""
+    context_from: str | None = None
 
 
 class _SessionDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -80,6 +82,7 @@ class _SessionDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     closed: bool
     vocabulary: str
     model: str
+    context_policy: ContextPolicy = "refuse"
 
 
 _message_details = msgspec.msgpack.Decoder(_MessageDetails)
@@ -148,6 +151,8 @@ def message_row(message: MessageRecord) -> MessageRow:
         key_id=message.key_id,
         request_class=message.request_class,
         num_deaths=message.num_deaths,
+        log_system=message.log_system,
+        context_from=message.context_from,
     )
     values = (
         message.id,
@@ -191,6 +196,8 @@ def message_record(row: MessageRow) -> MessageRecord:
         key_id=details.key_id,
         request_class=details.request_class,
         num_deaths=details.num_deaths,
+        log_system=details.log_system,
+        context_from=details.context_from,
     )
 
 
@@ -206,6 +213,7 @@ def session_row(session: SessionRecord) -> SessionRow:
         closed=session.closed,
         vocabulary=session.vocabulary,
         model=session.model,
+        context_policy=session.context_policy,
     )
     values = (
         session.id,
@@ -244,6 +252,7 @@ def session_record(tenant: str, user: str, row: SessionRow) -> SessionRecord:
         head=row.head,
         vocabulary=details.vocabulary,
         model=details.model,
+        context_policy=details.context_policy,
     )
 
 

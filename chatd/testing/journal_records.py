@@ -39,6 +39,7 @@ def make_session(
         head=head,
         vocabulary="v1",
         model="small",
+        context_policy="drop_oldest",
     )
 
 
@@ -76,4 +77,6 @@ def make_answer(
         stop_strings=("END",),
         key_id="key_1",
         num_deaths=0 if ended else 1,
+        log_system="9f86d081884c7d65",
+        context_from="m1",
     )
