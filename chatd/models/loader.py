@@ -138,13 +138,13 @@ class _Packer:
         )
 
     def _linear(self, name: str) -> PackedLinear:
-        return pack_linear(self._reader.read(name), None, self._quantization)
+        return pack_linear(self._reader.read(name), None, self._quantization, device=self._device)
 
     def _fused(self, names: list[str], *, has_bias: bool) -> PackedLinear:
         """Pack projections of the same input as one, their rows in the order of the names."""
         weight = torch.cat([self._reader.read(f"{name}.weight") for name in names])
         bias = torch.cat([self._reader.read(f"{name}.bias") for name in names]) if has_bias else None
-        return pack_linear(weight, bias, self._quantization)
+        return pack_linear(weight, bias, self._quantization, device=self._device)
 
     def _vector(self, name: str) -> torch.Tensor:
         return self._reader.read(name).to(self._device, torch.float32, copy=True)

@@ -9,10 +9,12 @@
     from chatd_kernels.copy_blocks import copy_blocks                  whole blocks of the cache
     from chatd_kernels.swap_blocks import load_blocks, store_blocks    whole blocks to and from the host
     from chatd_kernels.runtime import available_threads, set_num_threads, warm_up
+    from chatd_kernels.dispatch import use_backend                     GPU kernels on a CPU, interpreted
 
 Each operation is a folder: `reference.py` says what it computes, `cpu.py` is the numba kernel and its launcher,
 `gpu.py` the Triton kernel and its launcher, and `dispatch.py` finds the launcher for a device. Activations are float32,
 on GPUs also float16 and bfloat16. Outputs are the caller's tensors, written whole.
 
 On CPUs every operation gives each row the same bits whatever other rows are in the call and however many threads run.
+On GPUs so it is where weights were packed, and attention's metadata built, as deterministic.
 """

@@ -26,6 +26,9 @@ from chatd_kernels.copy_blocks import gpu as copy_blocks
 from chatd_kernels.gpu_device import SM_80, SM_90, DeviceFacts
 from chatd_kernels.kv_cache import allocate_kv_cache
 from chatd_kernels.launch import Launch
+from chatd_kernels.linear import gpu as linear
+from chatd_kernels.linear.gpu_kernels import sum_segments
+from chatd_kernels.linear.gpu_pack import GpuWeight
 from chatd_kernels.paged_attention import gpu as paged_attention
 from chatd_kernels.paged_attention.batch import check_batch
 from chatd_kernels.paged_attention.gpu_kernels import merge_splits
@@ -40,6 +43,7 @@ _TYPES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
     torch.uint8: "u8",
+    torch.int8: "i8",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -68,12 +72,25 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    vocab_size: int
     has_head_norms: bool = False
 
+    @property
+    def products(self) -> dict[str, tuple[int, int]]:
+        """The linear layers: name -> (out_features, in_features)."""
+        attended = self.num_heads * self.head_dim
+        return {
+            "qkv": (attended + 2 * self.num_kv_heads * self.head_dim, self.hidden_size),
+            "attention's output": (self.hidden_size, attended),
+            "gate and up": (2 * self.intermediate_size, self.hidden_size),
+            "down": (self.hidden_size, self.intermediate_size),
+            "logits": (self.vocab_size, self.hidden_size),
+        }
 
-QWEN3_8B = ModelShape("Qwen3-8B", 36, 4096, 12288, 32, 8, 128, has_head_norms=True)
-LLAMA_31_8B = ModelShape("Llama-3.1-8B", 32, 4096, 14336, 32, 8, 128)
-SMOLLM2_135M = ModelShape("SmolLM2-135M", 30, 576, 1536, 9, 3, 64)
+
+QWEN3_8B = ModelShape("Qwen3-8B", 36, 4096, 12288, 32, 8, 128, 151936, has_head_norms=True)
+LLAMA_31_8B = ModelShape("Llama-3.1-8B", 32, 4096, 14336, 32, 8, 128, 128256)
+SMOLLM2_135M = ModelShape("SmolLM2-135M", 30, 576, 1536, 9, 3, 64, 49152)
 SHAPES = (QWEN3_8B, LLAMA_31_8B, SMOLLM2_135M)
 
 
@@ -147,7 +164,13 @@ def _launches(
     gate_up, activation = rows(8, 2 * shape.intermediate_size), rows(8, shape.intermediate_size)
     yield "silu_mul", silu_mul.launches(gate_up, activation, is_gelu=False)[0]
 
-    cache = allocate_kv_cache(64, shape.num_layers, shape.num_kv_heads, block_size, shape.head_dim, kv_dtype, _META)
+    for weight_format in ("float", "int8"):
+        for name, size in shape.products.items():
+            yield from _product_launches(f"product, {weight_format}, {name}", size, dtype, facts, is_fixed)
+
+    cache = allocate_kv_cache(
+        64, shape.num_layers, shape.num_kv_heads, block_size, shape.head_dim, kv_dtype, _META, key_group=1
+    )
     pairs = torch.empty((1, 2), dtype=torch.int64, device=_META)
     yield "copy_blocks", copy_blocks.part_launch(cache.data, cache.data, pairs, cache.layout.block_bytes)
     qkv = rows(8, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
@@ -179,6 +202,31 @@ def _launches(
         for launch in found:
             is_merge = launch.kernel is merge_splits
             yield f"attention, merge of {label}" if is_merge else f"attention, {label}", launch
+
+
+def _product_launches(
+    label: str, size: tuple[int, int], dtype: torch.dtype, facts: DeviceFacts, is_fixed: bool
+) -> Iterator[tuple[str, Launch]]:
+    """What a linear layer `(out_features, in_features)` may start; float weights are torch's unless bits count."""
+    has_codes = "int8" in label
+    if not has_codes and not is_fixed:
+        return
+    packed = GpuWeight(
+        "int8" if has_codes else "fp16",
+        size[1],
+        size[0],
+        torch.empty(size, dtype=torch.int8 if has_codes else dtype, device=_META),
+        torch.empty(size[0], dtype=torch.float32, device=_META) if has_codes else None,
+        None,
+        is_fixed,
+    )
+    out_dtype = torch.float32 if label.endswith("logits") else dtype
+    for num_rows in (1, 32, 64, 8192):
+        x = torch.empty((num_rows, size[1]), dtype=dtype, device=_META)
+        out = torch.empty((num_rows, size[0]), dtype=out_dtype, device=_META)
+        for launch in linear.launches(x, packed, out, facts=facts):
+            is_sum = launch.kernel is sum_segments
+            yield f"{label}, {'sum of ' if is_sum else ''}{num_rows} rows", launch
 
 
 def _signature(launch: Launch) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any]]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from chatd_kernels.dispatch import backend_of
 from chatd_kernels.kv_quantization import SCALE_BYTES, dequantize, is_quantized, quantize
 
 GROUP = 16
@@ -172,6 +173,11 @@ class KVCache:
         return self.scales[block, layer, :, :, offset - self.layout.block_size]
 
 
+def device_key_group(device: torch.device | str) -> int:
+    """The `key_group` of the kernels that run on a device now."""
+    return GROUP if backend_of(torch.device(device).type) == "cpu" else 1
+
+
 def allocate_kv_cache(
     num_blocks: int,
     num_layers: int,
@@ -192,7 +198,7 @@ def allocate_kv_cache(
         raise ValueError(f"{num_blocks} blocks: a cache needs at least 1")
     is_cpu = torch.device(device).type == "cpu"
     if key_group is None:
-        key_group = GROUP if is_cpu else 1
+        key_group = device_key_group(device)
     layout = KVCacheLayout(num_layers, num_kv_heads, block_size, head_dim, dtype, key_group)
     shape = (num_blocks, *layout.block_shape)
     if not is_cpu or dtype == torch.bfloat16:

@@ -1,9 +1,11 @@
-"""Paged caches of known content, for tests and benchmarks of the kernels."""
+"""Paged caches of known content, and which kernels there are, for tests and benchmarks of the kernels."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -106,3 +108,14 @@ def make_paged(
             cache.write_slot(slot, 1, keys[position], values[position])
         conversations.append(Conversation(blocks, keys, values, queries))
     return Paged(cache, num_q_heads, 1, conversations)
+
+
+def started_kernels() -> set[str]:
+    """Names of the Triton kernels that a launcher starts, by the package's source."""
+    calls = (
+        node
+        for path in Path(__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Launch"
+    )
+    return {call.args[0].id for call in calls if call.args and isinstance(call.args[0], ast.Name)}

@@ -24,6 +24,7 @@ from chatd_kernels.ahead_of_time import (
     Resources,
     choices,
 )
+from chatd_kernels.testing import started_kernels
 
 HALF, BFLOAT, FP8, INT8 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8
 
@@ -37,16 +38,26 @@ def distinct(found: Sequence[Choice]) -> list[Choice]:
     return list({(choice.key, choice.architecture.capability): choice for choice in found}.values())
 
 
+# Those of the deterministic mode are split, summed, gathered, and of one segment.
+PRODUCTS = (
+    *(f"product, float, {name} rows" for name in ("down, 1", "down, sum of 1", "down, 8192", "logits, 1")),
+    *(f"product, int8, {name} rows" for name in ("down, 1", "logits, 1")),
+)
+ATTENTIONS = ("attention, decode, split", "attention, decode", "attention, prefill")
+
+
 def few(architecture: Architecture) -> Iterator[Choice]:
-    """Every kernel for the models that are shipped, in the types they are shipped in; codes for attention alone."""
-    yield from choices(QWEN3_8B, BFLOAT, BFLOAT, architecture)
-    yield from choices(SMOLLM2_135M, HALF, HALF, architecture)
-    yield from (
-        c for c in choices(LLAMA_31_8B, BFLOAT, BFLOAT, architecture) if c.label in ("silu_mul", "rope_kv_write")
-    )
+    """Every kernel for a model that is shipped; of others what differs, in the types they are shipped in."""
+    yield from (c for c in choices(QWEN3_8B, BFLOAT, BFLOAT, architecture) if not c.label.startswith("product"))
+    yield from (c for c in choices(SMOLLM2_135M, HALF, HALF, architecture) if c.label in (*ATTENTIONS, "rope_kv_write"))
+    yield from (c for c in choices(LLAMA_31_8B, BFLOAT, BFLOAT, architecture) if c.label == "rope_kv_write")
+    for is_deterministic in (False, True):
+        for choice in choices(QWEN3_8B, BFLOAT, BFLOAT, architecture, is_deterministic=is_deterministic):
+            if choice.label in PRODUCTS and ("float" in choice.label) == is_deterministic:
+                yield choice
     for kv_dtype in (FP8, INT8):
         for choice in choices(QWEN3_8B, BFLOAT, kv_dtype, architecture):
-            if choice.label in ("attention, decode, split", "attention, prefill"):
+            if choice.label in (ATTENTIONS[0], ATTENTIONS[2]):
                 yield choice
 
 
@@ -64,7 +75,7 @@ def check(found: Sequence[Choice]) -> None:
 def test_what_is_shipped_compiles_without_a_spill() -> None:
     found = distinct([choice for architecture in ARCHITECTURES for choice in few(architecture)])
     assert len(found) <= 60
-    assert {choice.label for choice in found} >= {"rms_norm", "attention, decode", "attention, merge of decode, split"}
+    assert {choice.label for choice in found} >= {"rms_norm", *ATTENTIONS, *PRODUCTS}
     check(found)
 
 
@@ -87,6 +98,11 @@ def test_all_that_may_be_chosen_compiles_without_a_spill(
             shape, dtype, kv_dtype or dtype, architecture, block_size=block_size, is_deterministic=is_deterministic
         )
     check(distinct(found))
+
+
+def test_every_kernel_is_among_what_is_compiled() -> None:
+    compiled = {choice.launch.kernel.fn.__name__ for choice in few(ARCHITECTURES[0])}
+    assert compiled == started_kernels()
 
 
 def test_a_result_is_read_again_and_another_source_is_not_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from chatd.errors import ConfigError
-from chatd.models.quantization import FORMATS, pack_linear
+from chatd.models.quantization import pack_linear
+from chatd_kernels.linear import weight_formats
 
 
 @pytest.mark.parametrize(("quantization", "error"), [("fp32", 1e-6), ("fp16", 3e-4), ("int8", 1e-2)])
@@ -28,10 +29,15 @@ def test_the_output_may_be_given() -> None:
 
 
 def test_int8_takes_a_quarter_and_fp16_half_of_the_memory() -> None:
-    sizes = [pack_linear(torch.zeros(64, 128), None, quantization).num_bytes for quantization in FORMATS]
-    assert dict(zip(FORMATS, sizes, strict=True)) == {"fp32": 32768, "fp16": 16384, "int8": 8192}
+    sizes = {format: pack_linear(torch.zeros(64, 128), None, format).num_bytes for format in weight_formats("cpu")}
+    assert sizes == {"fp32": 32768, "fp16": 16384, "int8": 8192}
 
 
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(ConfigError, match="'int4' is not one of fp32, fp16, int8"):
         pack_linear(torch.zeros(16, 16), None, "int4")
+
+
+def test_bfloat16_weights_are_for_gpus() -> None:
+    with pytest.raises(ConfigError, match=r"'bf16' is not one of fp32, fp16, int8 \(cpu\)"):
+        pack_linear(torch.zeros(16, 16), None, "bf16")

@@ -1,4 +1,4 @@
-"""Weights of linear layers as the kernels read them.
+"""Weights of linear layers as the CPU's kernels read them.
 
 A panel holds 16 output features. fp32 and fp16: `[num_panels, in_features, 16]`, so that one vector is one input
 feature of 16 outputs. int8: `[num_panels, in_features / 2, 16, 2]`, pairs of input features, with one scale per
@@ -7,12 +7,16 @@ output feature. The last panel is filled with zeros.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-WeightFormat = Literal["fp32", "fp16", "int8"]
+WeightFormat = Literal["fp32", "fp16", "bf16", "int8"]
+
+FORMATS: tuple[WeightFormat, ...] = ("fp32", "fp16", "int8")
+"""Of CPUs."""
 
 PANEL = 16
 """Output features of a panel."""
@@ -48,32 +52,43 @@ class PackedWeight:
         return self.panels.numel() * self.panels.element_size()
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, weight_format: WeightFormat) -> PackedWeight:
-    """Pack a weight `[out_features, in_features]` and a bias `[out_features]`.
+def check_weight(weight: torch.Tensor, weight_format: WeightFormat, known: Sequence[WeightFormat]) -> None:
+    """Check a weight against what kernels read.
 
     Raises:
-        ValueError: the weight is no matrix, its inner size is no multiple of 16, the format is not known, or it cannot
-            hold the largest number.
+        ValueError: it is no matrix, its inner size is no multiple of 16, the format is not one of the known, or it
+            cannot hold the largest number.
     """
+    if weight_format not in known:
+        raise ValueError(f"weight format {weight_format!r} is not one of {', '.join(known)}")
     if weight.ndim != 2:
         raise ValueError(f"weight has {weight.ndim} dimensions, a linear layer's has 2")
-    out_features, in_features = weight.shape
+    in_features = weight.shape[1]
     if in_features % PANEL or in_features == 0:
         raise ValueError(f"in_features {in_features} is no positive multiple of {PANEL}")
-    largest = float(weight.abs().max()) if out_features else 0.0
+    largest = float(weight.abs().max()) if len(weight) else 0.0
     if not largest <= (_LARGEST_HALF if weight_format == "fp16" else _LARGEST_FLOAT):
         raise ValueError(f"a weight of size {largest} cannot be stored as {weight_format}")
+
+
+def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round each row of a weight to integers: its int8 codes, and `[out_features]` float32, what a code counts."""
+    scales = weight.abs().amax(dim=1).float() / 127
+    # A row of zeros has any scale; 1 keeps the division finite.
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    return (weight.float() / scales[:, None]).round().clamp(-127, 127).to(torch.int8), scales
+
+
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, weight_format: WeightFormat) -> PackedWeight:
+    """The contract of `chatd_kernels.linear.pack_linear`."""
+    check_weight(weight, weight_format, FORMATS)
+    out_features, in_features = weight.shape
     num_panels = -(-out_features // PANEL)
     scales: torch.Tensor | None = None
     if weight_format == "int8":
-        scales = weight.abs().amax(dim=1).float() / 127
-        # A row of zeros has any scale; 1 keeps the division finite.
-        scales = torch.where(scales > 0, scales, torch.ones_like(scales))
-        numbers = (weight.float() / scales[:, None]).round().clamp(-127, 127).to(torch.int8)
-    elif weight_format in ("fp16", "fp32"):
-        numbers = weight.to(torch.float16 if weight_format == "fp16" else torch.float32)
+        numbers, scales = quantize_rows(weight)
     else:
-        raise ValueError(f"weight format {weight_format!r} is not one of fp32, fp16, int8")
+        numbers = weight.to(torch.float16 if weight_format == "fp16" else torch.float32)
     filled = _filled(numbers, num_panels * PANEL)
     if weight_format == "int8":
         panels = filled.view(num_panels, PANEL, in_features // 2, 2).transpose(1, 2).contiguous()

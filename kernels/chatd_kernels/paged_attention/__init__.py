@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from chatd_kernels.dispatch import launcher
+from chatd_kernels.dispatch import backend_of, launcher
 from chatd_kernels.kv_cache import KVCache, KVCacheLayout
 from chatd_kernels.paged_attention.batch import BlockTables
 
@@ -30,6 +30,7 @@ def build_metadata(
     layout: KVCacheLayout,
     num_q_heads: int,
     device: torch.device | str = "cpu",
+    is_deterministic: bool = False,
 ) -> Any:
     """Build what attention needs to know of one step: an `AttentionMetadata`, or a `GpuAttentionMetadata` for a GPU.
 
@@ -40,13 +41,18 @@ def build_metadata(
         layout: of the cache.
         num_q_heads: query heads, a multiple of the layout's KV heads.
         device: of the cache.
+        is_deterministic: whether a row's result may depend on nothing but its own sequence; on CPUs it never does.
 
     Raises:
         ValueError: the shapes do not agree, or a block table is too short for its sequence.
     """
     device = torch.device(device)
     build = launcher("paged_attention", device.type, "build_metadata")
-    return build(cu_seqlens, num_computed, block_tables, layout=layout, num_q_heads=num_q_heads, device=device)
+    # The CPU's kernels know no other way.
+    options = {} if backend_of(device.type) == "cpu" else {"is_deterministic": is_deterministic}
+    return build(
+        cu_seqlens, num_computed, block_tables, layout=layout, num_q_heads=num_q_heads, device=device, **options
+    )
 
 
 def paged_attention(
