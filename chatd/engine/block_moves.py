@@ -87,6 +87,10 @@ class BlockMoves:
         """Requests that are set aside until the disk has read for them."""
         return len(self._restoring)
 
+    def is_restoring(self, request: Request) -> bool:
+        """Return whether a request is set aside until the disk has read for it."""
+        return request in self._restoring
+
     @property
     def has_chores(self) -> bool:
         """Whether an idle engine has something to copy, or waits for the disk."""

@@ -159,7 +159,7 @@ class WaitingRequests:
     """All requests that wait, by class and tenant.
 
     One that is set aside waits for another request to get on. It is counted, and no candidate for admission; so it
-    stands in nobody's way.
+    stands in nobody's way. A suspect is always aside: its admission is decided apart (`suspects`).
 
     Args:
         seconds_per_token: What a token of prefill takes, for the order within a tenant.
@@ -213,8 +213,12 @@ class WaitingRequests:
         return request.request_id in self._aside
 
     def add(self, request: Request) -> None:
-        """Queue a request; its key is made here and stays until it leaves."""
+        """Queue a request, a suspect aside; its key is made here and stays until it leaves."""
         request.sort_key = self.key(request)
+        if request.is_suspect:
+            self._aside[request.request_id] = request
+            self._length += 1
+            return
         self._queues[request.schedule_class].setdefault(request.tenant, TenantQueue()).add(request)
         self._length += 1
 

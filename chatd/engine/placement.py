@@ -2,6 +2,8 @@
 
 Each decode gets its row first. What they leave of the step goes to prompts, those that run and those that wait alike,
 in the order of `prefill_order`. Where nobody could be placed, the stall is broken: somebody gives way, or ends.
+
+Where there are suspects (`suspects`), every second step is for one of them alone.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ class Placement:
         self._running = roster.running
         self._waiting = roster.waiting
         self._moves = roster.moves
+        self._suspects = roster.suspects
+        self._was_alone = False
         self._admission = Admission(roster)
         self._classes = ClassShares(self._config.block_size, self._config.max_num_batched_tokens)
 
@@ -47,21 +51,41 @@ class Placement:
             now: Seconds.
             only: Running requests to choose from, with no admissions; None is all.
         """
+        if only is None and not self._was_alone and self._fill_alone(now):
+            return
+        self._was_alone = False
         decodes, prefills = self._split(only)
         for request in decodes:
             if request.status is RequestStatus.RUNNING:
                 self._place(request, 1)
         if prefills or (self._waiting and only is None):
             self._place_prefills(prefills, now, admit=only is None)
+        if not self._drafts and only is None and self._fill_alone(now):
+            return
         if not self._drafts and not self._moves.is_waiting:
             self._break_stall(now, only)
+
+    def _fill_alone(self, now: float) -> bool:
+        """Give the step to the next suspect, if there is one that can have it."""
+        request = self._suspects.next() if self._suspects else None
+        if request is None:
+            return False
+        room = StepRoom(self._roster.cost.parameters, self._config.max_num_batched_tokens, math.inf, least=1)
+        if request.status is RequestStatus.WAITING:
+            self._admit(request, room, None, now)
+        elif request.is_decode:
+            self._place(request, 1)
+        else:
+            self._place_prefill(request, room, None)
+        self._was_alone = bool(self._drafts)
+        return self._was_alone
 
     def _split(self, only: Collection[RequestId] | None) -> tuple[list[Request], list[Request]]:
         """Return the running requests that need one row for their next token, and those with a prompt to compute."""
         decodes: list[Request] = []
         prefills: list[Request] = []
         for request in self._running:
-            if only is None or request.request_id in only:
+            if (not request.is_suspect) if only is None else request.request_id in only:
                 if request.is_decode:
                     decodes.append(request)
                 elif not request.is_stalled:
@@ -190,7 +214,7 @@ class Placement:
         while (
             not self._drafts
             and all(running.is_stalled for running in self._running)
-            and (request := self._waiting.first()) is not None
+            and (request := self._waiting.first() or self._suspects.next_waiting()) is not None
         ):
             is_lone = not self._running
             if is_lone:
@@ -202,7 +226,8 @@ class Placement:
             request.retry_at = (-1, -1)
             if self._admit(request, room, None, now):
                 return
-            if self._waiting.is_aside(request):
+            is_held_up = self._suspects.is_held_up if request.is_suspect else self._waiting.is_aside
+            if is_held_up(request):
                 continue
             if is_lone and request.status is RequestStatus.WAITING:
                 roster.end(request, FinishReason.KV_EXHAUSTED, now)

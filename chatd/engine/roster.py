@@ -21,6 +21,7 @@ from chatd.engine.plan import RequestId
 from chatd.engine.request import Request, RequestStatus
 from chatd.engine.samples import Samples
 from chatd.engine.sampling import BeamSearch
+from chatd.engine.suspects import Suspects
 from chatd.kvcache.leases import LeaseState, LeaseTable
 from chatd.kvcache.manager import KVCacheManager
 from chatd.kvcache.tiers import Tiers
@@ -48,6 +49,7 @@ class Roster:
         joins: Which requests wait for a prefix that another one computes.
         beams: The searches; each of their beams is a request here.
         moves: Blocks that go to the tiers below the pool and come back.
+        suspects: Which requests are computed alone.
         outbox: Messages for the front, in order; whoever sends them clears it.
         ledger: What tenants are charged, and what is told of prompts and tokens.
         step: Plans made.
@@ -75,6 +77,7 @@ class Roster:
         self.joins = Joins(kv, self.waiting)
         self.beams = Beams(leases, self.requests, self.running, self.waiting)
         self.moves = BlockMoves(config, kv, leases, self.waiting, tiers, self.cost)
+        self.suspects = Suspects(self.samples, self.joins, self.moves)
         self.outbox: list[EngineMessage] = []
         self.ledger = Ledger(self.counters, self.outbox)
         self.step = 0
@@ -99,6 +102,7 @@ class Roster:
         self.counters.enter(request.tenant)
         self.ledger.open(request.tenant)
         self.waiting.add(request)
+        self.suspects.open(request)
         self.leases.set_state(request.lease, LeaseState.QUEUED)
         if first is not None:
             self.samples.follow(request, first)
@@ -179,6 +183,7 @@ class Roster:
         else:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
+        self.suspects.close(request)
         self.samples.on_lost(request)
         self.joins.on_lost(request)
         del self.requests[request.request_id]

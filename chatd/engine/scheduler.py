@@ -184,6 +184,7 @@ class Scheduler:
                 ended.append((request, FinishReason.FAILED, failed.get(request_id, "no token was drawn")))
                 continue
             self.kv.commit(draft.allocation, end, ids)
+            self.roster.suspects.advance(request, end)
             if not draft.is_decode:
                 self._commit_prompt(draft, end)
             elif can_lead and self.joins.is_leading(request):

@@ -451,6 +451,9 @@ class Witness:
         self.counts["stored"] += len(plan.stores)
         self.counts["loaded"] += len(plan.loads)
         ids = [chunk.request_id for chunk in plan.chunks]
+        suspects = [i for i in ids if self.core.scheduler.requests[i].is_suspect]
+        assert not suspects or len(ids) == 1, f"suspect {suspects[0]} is computed beside others: {ids}"
+        self.counts["alone"] += len(suspects)
         assert len(set(ids)) == len(ids), "a request has two chunks in one step"
         for chunk in plan.chunks:
             job = self._job_of(chunk.request_id)

@@ -20,6 +20,7 @@ class FakeRequest:
         self.tenant = tenant
         self.request_class = self.schedule_class = request_class
         self.sort_key = (0.0, 0)
+        self.is_suspect = False
 
 
 def test_service_counts_by_weight():
