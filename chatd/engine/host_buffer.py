@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from chatd.engine.mapped_memory import map_memory
+from chatd_kernels.gpu_device import pin_memory
 from chatd_kernels.kv_cache import KVCacheLayout
 
 
@@ -29,7 +28,7 @@ class HostBuffer:
         num_bytes = num_slots * layout.block_bytes
         data = map_memory(num_bytes)
         if is_pinned:
-            _pin(data)
+            pin_memory(data)
         self.slots = data.view(layout.storage_dtype).view((num_slots, *layout.block_shape))
         self.memory = data.numpy().data
 
@@ -37,14 +36,3 @@ class HostBuffer:
     def num_slots(self) -> int:
         """Blocks that it holds."""
         return len(self.slots)
-
-
-def _pin(data: torch.Tensor) -> None:
-    """Let GPUs copy to and from memory; torch's own pinned memory would be rounded up to a power of two.
-
-    Raises:
-        OSError: The system does not pin so much.
-    """
-    error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)  # type: ignore[no-untyped-call]
-    if int(error):
-        raise OSError(f"{data.numel()} bytes were not pinned: {error}")

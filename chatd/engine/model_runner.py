@@ -13,6 +13,7 @@ from chatd.engine.plan import BlockMove, Plan, StepOutput
 from chatd.engine.sampler import Sampled, Sampler
 from chatd.models.decoder import Decoder
 from chatd_kernels.copy_blocks import copy_blocks
+from chatd_kernels.gpu_device import wait_for_stream
 from chatd_kernels.swap_blocks import load_blocks, store_blocks
 
 
@@ -49,9 +50,9 @@ class ModelRunner:
             load_blocks(cache, self._slots, _pairs(plan.loads))
         loaded = perf_counter()
         sampled = self._compute(plan) if plan.chunks else Sampled()
-        if plan.loads and cache.data.is_cuda:
+        if plan.loads:
             # As soon as the plan is committed the disk may fill these slots again.
-            torch.cuda.current_stream(cache.data.device).synchronize()
+            wait_for_stream(cache.data.device)
         move_s = stored - start + loaded - copied
         model_s = perf_counter() - start - move_s
         return StepOutput(sampled.tokens, sampled.logprobs, sampled.failed, model_s, move_s, sampled.candidates)

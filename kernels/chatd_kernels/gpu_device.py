@@ -1,4 +1,4 @@
-"""What the launchers of the GPU's kernels know of a device: the only module that asks a GPU anything by name.
+"""What the launchers of the GPU's kernels know of a device, and ask of one: the only module that names torch.cuda.
 
 AMD's builds of torch answer to the same names. Under Triton's interpreter tensors lie on the CPU, and the device is one
 that makes every kernel take its general path.
@@ -60,3 +60,24 @@ def wait_for_stream(device: torch.device) -> None:
     """Wait until the device's current stream has run everything."""
     if device.type != "cpu":
         torch.cuda.current_stream(device).synchronize()
+
+
+def on_host(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host as a device copies it without waiting: pinned, where there is a GPU."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on a device, copied there in the order of its stream."""
+    return on_host(tensor, device).to(device, non_blocking=True)
+
+
+def pin_memory(data: torch.Tensor) -> None:
+    """Let GPUs copy to and from memory that exists; torch's own pinned memory is rounded up to a power of two.
+
+    Raises:
+        OSError: the system does not pin so much.
+    """
+    error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.nbytes, 0)  # type: ignore[no-untyped-call]
+    if int(error):
+        raise OSError(f"{data.nbytes} bytes were not pinned: {error}")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import chatd
 import chatd_kernels
 from chatd_kernels import dispatch
 from chatd_kernels.copy_blocks import copy_blocks
@@ -72,6 +73,20 @@ def test_no_triton_kernel_is_called_by_nothing() -> None:
                 named.append(node.id)
     assert jitted
     assert not jitted - set(named)
+
+
+def test_one_module_names_the_cuda_of_torch() -> None:
+    roots = (FOLDER, Path(chatd.__file__).parent)
+    named = {
+        path.name
+        for root in roots
+        for path in root.rglob("*.py")
+        if any(
+            isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda"
+            for node in ast.walk(ast.parse(path.read_text()))
+        )
+    }
+    assert named == {"gpu_device.py"}
 
 
 def attend(num_tokens: int, seen: int) -> None:

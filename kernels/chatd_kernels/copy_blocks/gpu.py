@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from chatd_kernels.gpu_device import to_device
 from chatd_kernels.kv_cache import KVCache
 from chatd_kernels.launch import Launch
 
@@ -42,8 +43,7 @@ def part_launch(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor,
 
 def on_device(pairs: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
     """`[num_pairs, 2]` int64 on a device, copied there in the order of its stream."""
-    tensor = torch.tensor(pairs, dtype=torch.int64)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return to_device(torch.tensor(pairs, dtype=torch.int64), device)
 
 
 def copy_blocks(kv_cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:

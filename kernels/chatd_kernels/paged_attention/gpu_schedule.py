@@ -17,7 +17,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from chatd_kernels.gpu_device import DeviceFacts
+from chatd_kernels.gpu_device import DeviceFacts, on_host, to_device
 from chatd_kernels.kv_cache import KVCacheLayout
 from chatd_kernels.launch import next_power_of_2
 from chatd_kernels.paged_attention.batch import Batch, Int32Array
@@ -236,13 +236,15 @@ class GpuAttentionMetadata:
             partials, partial_max, partial_sum = (
                 torch.empty(size, dtype=torch.float32, device=device) for size in ((*rows, layout.head_dim), rows, rows)
             )
-            return TileBatch(shape, _on(device, tiles), num_splits, partials, partial_max, partial_sum)
+            return TileBatch(
+                shape, to_device(torch.from_numpy(tiles), device), num_splits, partials, partial_max, partial_sum
+            )
 
         return cls(
             layout=layout,
             num_q_heads=num_q_heads,
             num_tokens=host.num_tokens,
-            block_tables=_on(device, host.block_tables),
+            block_tables=to_device(torch.from_numpy(host.block_tables), device),
             decode=tile_batch(host.decode, shapes.decode, host.decode_splits),
             prefill=tile_batch(host.prefill, shapes.prefill, host.prefill_splits),
             segment=shapes.segment,
@@ -261,13 +263,4 @@ class GpuAttentionMetadata:
         ):
             raise ValueError(f"tiles of shapes {[b.shape for b in theirs]} are not those of {[a.shape for a in mine]}")
         for target, array in zip(mine, theirs, strict=True):
-            target.copy_(_pinned(array, target.device), non_blocking=True)
-
-
-def _pinned(array: Int32Array, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory() if device.type == "cuda" else tensor
-
-
-def _on(device: torch.device, array: Int32Array) -> torch.Tensor:
-    return _pinned(array, device).to(device, non_blocking=True)
+            target.copy_(on_host(torch.from_numpy(array), target.device), non_blocking=True)

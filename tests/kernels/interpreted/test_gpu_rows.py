@@ -63,6 +63,21 @@ def test_a_norm_may_be_written_over_its_input() -> None:
     assert torch.equal(x, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
+    x, residual, weight = torch.randn(9, 576).to(dtype), torch.randn(9, 576).to(dtype), torch.randn(576)
+    sums, out, activated = residual.clone(), poisoned(9, 576, dtype=dtype), poisoned(9, 288, dtype=dtype)
+    rms_norm_gpu.rms_norm(x, weight, 1e-5, out, sums)
+    silu_mul_gpu.silu_mul(x, activated)
+    for row in range(9):
+        part = slice(row, row + 1)
+        alone, alone_activated = poisoned(1, 576, dtype=dtype), poisoned(1, 288, dtype=dtype)
+        rms_norm_gpu.rms_norm(x[part], weight, 1e-5, alone, residual[part])
+        silu_mul_gpu.silu_mul(x[part], alone_activated)
+        assert torch.equal(alone, out[part])
+        assert torch.equal(alone_activated, activated[part])
+
+
 def check_activation(num_rows: int, size: int, dtype: torch.dtype, name: str) -> None:
     gate_up = (torch.randn(num_rows, 2 * size) * 4).to(dtype)
     expected, out = poisoned(num_rows, size, dtype=dtype), poisoned(num_rows, size, dtype=dtype)
