@@ -47,7 +47,7 @@ class Admission:
             if self.join(request):
                 return False
             victim = choose_over_slot_share(self._running, request, self._counters, self._config.max_num_seqs)
-            if victim is None:
+            if victim is None or not self._roster.may_preempt():
                 request.why = WaitReason.SLOTS
                 return False
             self._roster.preempt(victim, request, WaitReason.SLOTS)
@@ -100,11 +100,11 @@ class Admission:
         while not (allocation := self._allocate(request, start + num_tokens, computed)):
             needed = self._kv.num_missing_blocks(table, request.num_tokens + 1, computed)
             victim = choose_over_block_share(self._running, request, needed, self._counters, self._kv.pool)
-            if victim is None:
+            if victim is None or not self._roster.may_preempt():
                 self._moves.release(loads)
                 self._leases.set_state(request.lease, LeaseState.QUEUED, is_offer=False)
                 request.why = WaitReason.NO_BLOCKS
-                request.retry_at = self._num_changes()
+                request.retry_at = self._num_changes() if victim is None else (-1, -1)
                 return None
             self._roster.preempt(victim, request, WaitReason.NO_BLOCKS)
         return Draft(request, allocation, start, num_tokens, is_decode=False, loads=loads)

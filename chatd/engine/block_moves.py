@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from chatd.engine.cost_model import CostModel, StepRoom
 from chatd.engine.draft import Draft
@@ -19,6 +20,7 @@ from chatd.engine.plan import BlockMove
 from chatd.engine.preemption import SwapEstimate
 from chatd.engine.request import Request, RequestStatus
 from chatd.kvcache.block import BlockId
+from chatd.kvcache.block_table import BlockTable
 from chatd.kvcache.digests import Digester, LeaseNames
 from chatd.kvcache.leases import Lease, LeaseState, LeaseTable
 from chatd.kvcache.manager import KVCacheManager
@@ -39,8 +41,23 @@ _VISIT_S = 5e-6
 _MAX_CREDIT_S = 5e-3
 
 
+@dataclass(slots=True)
+class PlannedStores:
+    """What one plan copies down.
+
+    Attributes:
+        blocks: Each move, and where it goes.
+        held: Blocks of idle leases, which must stay as they are until the plan has ended.
+        tables: That these are in.
+    """
+
+    blocks: list[tuple[BlockMove, HostBlock]] = field(default_factory=list)
+    held: list[BlockId] = field(default_factory=list)
+    tables: list[BlockTable] = field(default_factory=list)
+
+
 class BlockMoves:
-    """The moves of the plan that is being made, or in flight.
+    """The moves of the plan that is being made, and what becomes of those of plans in flight.
 
     Args:
         config: The engine core's.
@@ -72,8 +89,7 @@ class BlockMoves:
         self._waiting = waiting
         self._names = LeaseNames(kv, Digester(config.digest_key, config.namespace, config.block_size))
         self._estimate = SwapEstimate(config, kv, cost)
-        self._stores: list[tuple[BlockMove, HostBlock]] = []
-        self._held: list[BlockId] = []
+        self._planned = PlannedStores()
         self._credit_s = 0.0
         self._full_at: tuple[int, int] | None = None
         self.is_waiting = False
@@ -96,11 +112,6 @@ class BlockMoves:
         """Whether an idle engine has something to copy, or waits for the disk."""
         return self.tiers.is_moving or (bool(self._leases.dirty) and not self._is_full)
 
-    @property
-    def stores(self) -> list[BlockMove]:
-        """What this plan copies down."""
-        return [move for move, _ in self._stores]
-
     # A plan.
 
     def poll(self, now: float) -> None:
@@ -117,24 +128,29 @@ class BlockMoves:
                 if self._waiting.is_aside(request):
                     self._waiting.put_back(request)
 
-    def commit(self, drafts: Iterable[Draft]) -> None:
+    def take_stores(self) -> PlannedStores:
+        """Return what the plan that is made copies down; the next one begins with nothing."""
+        stores, self._planned = self._planned, PlannedStores()
+        return stores
+
+    def commit(self, stores: PlannedStores, drafts: Iterable[Draft]) -> None:
         """Let what was stored be found, and let go of what was loaded."""
-        for _, block in self._stores:
+        for _, block in stores.blocks:
             self.tiers.settle(block)
         for draft in drafts:
             self.release(draft.loads)
             self.tiers.num_loaded += len(draft.loads)
-        self._clear()
+        self._kv.pool.release(stores.held)
 
-    def discard(self, drafts: Iterable[Draft]) -> None:
+    def discard(self, stores: PlannedStores, drafts: Iterable[Draft]) -> None:
         """Undo a plan that failed. What it loaded may be why, so that is given up; a retry computes it."""
-        for _, block in self._stores:
+        for _, block in stores.blocks:
             self.tiers.cancel(block)
         for draft in drafts:
             self.release(draft.loads)
             for block in draft.loads:
                 self.tiers.forget(block.digest)
-        self._clear()
+        self._kv.pool.release(stores.held)
 
     def release(self, loads: Sequence[HostBlock]) -> None:
         """Let go of what a request has loaded, or will not; tails first, so that they are given up first."""
@@ -251,7 +267,7 @@ class BlockMoves:
                 break
             blocks.append(block)
         # Tails first, so that they are given up before what they hang on.
-        self._stores += reversed(blocks)
+        self._planned.blocks += reversed(blocks)
         return num_saved + len(blocks)
 
     def store_ahead(self, step_s: float) -> None:
@@ -311,11 +327,6 @@ class BlockMoves:
 
     def _num_changes(self) -> tuple[int, int]:
         return (self._kv.pool.num_evictions, self.tiers.num_offers)
-
-    def _clear(self) -> None:
-        self._stores.clear()
-        self._kv.pool.release(self._held)
-        self._held.clear()
 
     def _num_loadable(self, lease: Lease) -> int:
         """Full blocks, but never the one with the last token, whose logits are needed."""
@@ -379,7 +390,7 @@ class BlockMoves:
         dirty = self._leases.dirty
         if self._is_full:
             return 0.0
-        while dirty and spent_s + per_block_s <= seconds and len(self._stores) < MAX_STORES:
+        while dirty and spent_s + per_block_s <= seconds and len(self._planned.blocks) < MAX_STORES:
             lease = next(iter(dirty.values()))
             num_full = lease.table.num_computed_tokens // self._config.block_size
             if not 0 <= lease.next_dirty <= num_full:
@@ -402,12 +413,15 @@ class BlockMoves:
                 if store is None:
                     self._full_at = self._num_changes()
                     break
-                self._stores.append(store)
-                self._hold(lease.table.block_ids[place])
+                self._planned.blocks.append(store)
+                self._hold(lease.table, place)
                 spent_s += per_block_s
             lease.next_dirty = place
         return spent_s
 
-    def _hold(self, block_id: BlockId) -> None:
+    def _hold(self, table: BlockTable, place: int) -> None:
+        block_id = table.block_ids[place]
         self._kv.pool.hold((block_id,))
-        self._held.append(block_id)
+        self._planned.held.append(block_id)
+        if not self._planned.tables or self._planned.tables[-1] is not table:
+            self._planned.tables.append(table)

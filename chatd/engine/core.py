@@ -2,7 +2,7 @@
 
 ```
 core.handle(message, now)  -> messages     what the front asked
-core.step(now)             -> messages     plan, run, commit; where the runner raises: discard, and find the culprit
+core.step(now)             -> messages     plan, run, commit (`pipeline`)
 core.idle(now)             -> messages     what is due while nothing runs, and a slice of the invariants
 ```
 Plain and synchronous. It knows no wall clock (`now` is given; `clock` only stamps what is reported), no randomness, no
@@ -47,11 +47,11 @@ from chatd.engine.messages import (
     Shutdown,
     Submit,
     Tier,
-    Tokens,
     Trim,
     WatchPool,
 )
-from chatd.engine.plan import Plan, RequestId, Runner
+from chatd.engine.pipeline import Pipeline
+from chatd.engine.plan import RequestId, Runner
 from chatd.engine.reports import Reporter
 from chatd.engine.request import Request, check_fits, stop_ids_of
 from chatd.engine.sampling import check_beam_search, check_sampling_params
@@ -104,19 +104,16 @@ class EngineCore:
         self.tiers = Tiers(config.host_slots, lambda: self.pool, disk)
         self.scheduler = Scheduler(config, self.kv, self.leases, self.tiers, log)
         self.is_shutting_down = False
-        self._runner = runner
-        self._clock = clock
         self._eraser = Eraser(self.kv, self.leases, self.scheduler.moves)
         self._reporter = Reporter(self.scheduler, config.waiting_interval_s)
-        # Groups of requests whose common step failed, to be tried apart; the last one is next.
-        self._suspects: list[list[RequestId]] = []
+        self._pipeline = Pipeline(config, self.scheduler, runner, clock, self._reporter)
         self._checking: Iterator[None] | None = None
         self.is_checked = False
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to compute."""
-        return bool(self.scheduler.requests)
+        return bool(self.scheduler.requests) or self._pipeline.is_busy
 
     def handle(self, message: FrontMessage, now: float) -> list[EngineMessage]:
         """Do what the front asks, between two steps; never raises on what a message says."""
@@ -152,38 +149,24 @@ class EngineCore:
         return self._drain(now)
 
     def step(self, now: float) -> list[EngineMessage]:
-        """Compute one step and return what it says; an exception of the runner costs at most one request."""
+        """Compute one step and return what it says; an exception of the runner costs at most one request.
+
+        Raises:
+            DeviceFault: The engine cannot go on.
+        """
         self._restart_checks()
-        started = self._clock()
-        plan = None
-        while self._suspects and plan is None:
-            plan = self.scheduler.plan(now, self._suspects[-1])
-            if plan is None:
-                self._suspects.pop()  # They have ended, or were preempted.
-        if plan is None:
-            plan = self.scheduler.plan(now)
-        if plan is None:
-            return self._drain(now, planned=True)
-        try:
-            output = self._runner.execute(plan)
-        except Exception as error:
-            self.scheduler.discard(plan)
-            self._reporter.count_failed_step()
-            self._isolate(plan, error, now)
-        else:
-            ended = self._clock()
-            self.scheduler.commit(plan, output, ended)
-            if self._suspects:
-                self._suspects.pop()
-            num_output = sum(len(m.deltas) for m in self.scheduler.outbox if isinstance(m, Tokens))
-            self._reporter.count_step(now, self._clock() - started, output, num_output)
+        self._pipeline.step(now)
         self._reporter.mark_changed()
         return self._drain(now, planned=True)
 
     def idle(self, now: float) -> list[EngineMessage]:
         """Return what is due, after a slice of copying down or of checking the invariants; for an idle engine."""
+        if self._pipeline.is_busy:
+            self._restart_checks()
+            self._pipeline.settle(now)
         if self.scheduler.moves.has_chores and not self.scheduler.requests:
-            self._copy_down(now)
+            self._restart_checks()
+            self._pipeline.copy_down(now)
             return self._drain(now)
         if self._checking is None:
             self._checking = invariants.slices(self.scheduler)
@@ -199,25 +182,10 @@ class EngineCore:
         return self._drain(now)
 
     def close(self) -> None:
-        """End with what is open: the disk writes what it was given, in the time that it is given."""
+        """End with what is open: a step is waited for, and the disk writes in its time what it was given."""
+        self._pipeline.close()
         if self.tiers.disk is not None:
             self.tiers.disk.close()
-
-    def _copy_down(self, now: float) -> None:
-        self._restart_checks()
-        plan = self.scheduler.plan_idle(now)
-        self._reporter.mark_changed()  # if not by a plan, then by what the disk has done
-        if plan is None:
-            return
-        try:
-            output = self._runner.execute(plan)
-        except Exception:
-            # What could not be stored is not tried again: it is computed when it is wanted.
-            _log.exception("step %d failed, which only copies blocks", plan.step)
-            self.scheduler.discard(plan)
-            self._reporter.count_failed_step()
-        else:
-            self.scheduler.commit(plan, output, now)
 
     def next_due(self) -> float | None:
         """Return the `now` at which `idle` will have something to send, or None."""
@@ -422,27 +390,6 @@ class EngineCore:
         )
 
     # What goes wrong, and what goes out.
-
-    def _isolate(self, plan: Plan, error: Exception, now: float) -> None:
-        """Halve the requests of a failed step until the culprit fails alone, and that not for the first time."""
-        planned = [chunk.request_id for chunk in plan.chunks]
-        was_suspect = bool(self._suspects)
-        if was_suspect:
-            self._suspects.pop()
-        if not planned:
-            # It only moved blocks. What it loaded is forgotten, and what it stored is not tried again.
-            _log.warning("step %d failed with nothing to compute", plan.step, exc_info=error)
-            return
-        if len(planned) > 1 or not was_suspect:
-            middle = len(planned) // 2
-            self._suspects += [group for group in (planned[middle:], planned[:middle]) if group]
-            _log.warning("step %d failed with %d requests, retrying apart", plan.step, len(planned), exc_info=error)
-            return
-        _log.error("step %d failed with request %d alone", plan.step, planned[0], exc_info=error)
-        request = self.scheduler.requests.get(planned[0])
-        if request is not None:
-            # The error's text may quote what others computed, so the front is told its kind only.
-            self.scheduler.fail(request, f"the model could not compute this request ({type(error).__name__})", now)
 
     def _reset(self) -> None:
         """Drop all KV and start over with an empty pool; every lease keeps its ids."""

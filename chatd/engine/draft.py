@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from chatd.engine.plan import BlockCopy, BlockMove, Chunk, Plan
+from chatd.engine.plan import PENDING_TOKEN, BlockCopy, BlockMove, Chunk, Plan
 from chatd.engine.request import Request
 from chatd.kvcache.manager import Allocation
 from chatd.kvcache.tiers import HostBlock
@@ -41,6 +41,7 @@ class Draft:
         num_tokens: Its rows; none where it only loads, or all that it wants is found.
         is_decode: Whether it draws the next token of an answer with one row.
         loads: Blocks that are loaded from the host, and end where the first row is; pinned until commit.
+        is_void: Its request has ended since it was planned: its allocation is undone, and nothing of it is committed.
     """
 
     request: Request
@@ -49,6 +50,10 @@ class Draft:
     num_tokens: int
     is_decode: bool
     loads: Sequence[HostBlock] = ()
+    is_void: bool = False
+
+
+_PENDING = (PENDING_TOKEN,)
 
 
 def build_plan(step: int, drafts: Collection[Draft], block_size: int, stores: Sequence[BlockMove] = ()) -> Plan:
@@ -66,8 +71,11 @@ def build_plan(step: int, drafts: Collection[Draft], block_size: int, stores: Se
             loads += [BlockMove(i, block.slot) for i, block in zip(loaded, draft.loads, strict=True)]
         if not draft.num_tokens:
             continue
-        sample = request.sample_spec() if end == len(ids) and not request.compute_only else None
-        chunks.append(Chunk(request.request_id, draft.start, ids[draft.start : end], block_ids, sample))
+        if draft.start == len(ids):  # One step ahead: the step in flight draws the token of this row.
+            chunks.append(Chunk(request.request_id, draft.start, _PENDING, block_ids, request.sample_spec(1)))
+        else:
+            sample = request.sample_spec() if end == len(ids) and not request.compute_only else None
+            chunks.append(Chunk(request.request_id, draft.start, ids[draft.start : end], block_ids, sample))
         if allocation.copy_source is not None and allocation.copy_target is not None:
             copies.append(BlockCopy(allocation.copy_source, allocation.copy_target))
     return Plan(step, chunks, copies, block_size, stores, loads)

@@ -52,6 +52,7 @@ class EngineConfig:
         digest_key: Secret of the names that blocks have below the pool.
         preemption: Whether a preempted request's blocks are saved below the pool and loaded again, or computed
             again; "auto" takes what costs less.
+        steps_in_flight: Plans that a runner works on at a time: 2 is one step ahead, and needs a `PipelinedRunner`.
     """
 
     num_blocks: int
@@ -74,6 +75,7 @@ class EngineConfig:
     host_slots: int = 0
     digest_key: bytes = b""
     preemption: Literal["auto", "swap", "recompute"] = "auto"
+    steps_in_flight: Literal[1, 2] = 1
 
     def __post_init__(self) -> None:
         """Refuse what cannot work.
@@ -90,6 +92,8 @@ class EngineConfig:
                 " (max_num_seqs): each running request computes a row in a step",
                 param="max_num_batched_tokens",
             )
+        if self.steps_in_flight not in (1, 2):
+            raise ConfigError(f"steps_in_flight is {self.steps_in_flight}, it is 1 or 2", param="steps_in_flight")
         floors = sum(limits.floor_blocks for limits in self.tenants.values())
         if floors * 2 > self.num_blocks:
             raise ConfigError(

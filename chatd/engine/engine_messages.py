@@ -231,6 +231,7 @@ class EngineStats(Message, frozen=True):
         num_swapped: Of the preempted requests, those whose blocks were saved to a lower tier.
         num_joins: Requests that waited for a prefix that another one was computing.
         move_s: Of `step_s`, seconds in moving blocks to lower tiers and back.
+        num_oversized_steps: Of the discarded steps, those for which the device has too little memory.
     """
 
     steps: int
@@ -242,6 +243,7 @@ class EngineStats(Message, frozen=True):
     num_swapped: int = 0
     num_joins: int = 0
     move_s: float = 0.0
+    num_oversized_steps: int = 0
 
 
 class Pong(Message, frozen=True):

@@ -44,6 +44,7 @@ def slices(scheduler: Scheduler) -> Iterator[None]:
 def _steps(scheduler: Scheduler) -> Iterator[int]:
     pool, leases = scheduler.kv.pool, scheduler.leases
     expected = [0] * pool.num_blocks
+    _count_flights(scheduler, expected)
     num_idle = num_tokens = 0
     held: dict[str | None, tuple[int, int]] = {}
     for lease in leases:
@@ -61,14 +62,38 @@ def _steps(scheduler: Scheduler) -> Iterator[int]:
     yield from _check_blocks(pool, expected)
     yield from _check_queues(pool)
     yield from _check_index(pool)
-    yield from scheduler.moves.tiers.check()
+    loads = [block for flight in scheduler.flights for draft in flight.drafts.values() for block in draft.loads]
+    yield from scheduler.moves.tiers.check(loads)
+
+
+def _count_flights(scheduler: Scheduler, expected: list[int]) -> None:
+    """Count what plans in flight hold beside the tables."""
+    for flight in scheduler.flights:
+        for block_id in flight.stores.held:
+            expected[block_id] += 1
+        for draft in flight.drafts.values():
+            request, table = draft.request, draft.request.lease.table
+            if draft.is_void:
+                assert request.status is RequestStatus.FINISHED, f"{request}'s part in plan {flight.plan.step} is void"
+                continue
+            assert request.status is RequestStatus.RUNNING, f"{request} is in plan {flight.plan.step}"
+            end = draft.start + draft.num_tokens
+            assert table.num_computed_tokens < end <= table.num_planned_tokens, f"{request} is not planned to {end}"
+            if draft.allocation.copy_source is not None:
+                expected[draft.allocation.copy_source] += 1
+    for block_ids in scheduler.kv.limbo:
+        assert scheduler.flights, f"blocks {block_ids} are held by no plan"
+        for block_id in block_ids:
+            expected[block_id] += 1
 
 
 def _check_lease(scheduler: Scheduler, lease: Lease, expected: list[int]) -> None:
     pool, table, size = scheduler.kv.pool, lease.table, scheduler.config.block_size
     computed = table.num_computed_tokens
     assert computed <= len(lease.token_ids), f"lease {lease.lease_id} computed {computed} of {len(lease.token_ids)}"
-    assert len(table.block_ids) == -(-computed // size), f"lease {lease.lease_id} holds blocks that it does not need"
+    planned = table.num_planned_tokens
+    assert planned == computed or scheduler.kv.is_in_flight(table), f"lease {lease.lease_id} is planned to {planned}"
+    assert len(table.block_ids) == -(-planned // size), f"lease {lease.lease_id} holds blocks that it does not need"
     assert table.num_registered_blocks <= computed // size, f"I7: lease {lease.lease_id} registered what is not full"
     adopted = bool(table.adoptions)
     previous: PrefixEntry | None = None

@@ -4,6 +4,8 @@ Each decode gets its row first. What they leave of the step goes to prompts, tho
 in the order of `prefill_order`. Where nobody could be placed, the stall is broken: somebody gives way, or ends.
 
 Where there are suspects (`suspects`), every second step is for one of them alone.
+
+With a plan in flight each goes on where that ends, if it is sure to; nobody gives way and no stall is broken then.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ class Placement:
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._config = roster.config
+        self._rows = roster.rows
+        self._flights = roster.flights
         self._drafts = roster.drafts
         self._running = roster.running
         self._waiting = roster.waiting
@@ -43,6 +47,7 @@ class Placement:
         self._was_alone = False
         self._admission = Admission(roster)
         self._classes = ClassShares(self._config.block_size, self._config.max_num_batched_tokens)
+        self._first_decode = 0
 
     def fill(self, now: float, only: Collection[RequestId] | None) -> None:
         """Place whom there is room for.
@@ -55,6 +60,8 @@ class Placement:
             return
         self._was_alone = False
         decodes, prefills = self._split(only)
+        if len(decodes) > self._rows.limit:
+            decodes = self._take_turns(decodes, self._rows.limit)
         for request in decodes:
             if request.status is RequestStatus.RUNNING:
                 self._place(request, 1)
@@ -62,7 +69,7 @@ class Placement:
             self._place_prefills(prefills, now, admit=only is None)
         if not self._drafts and only is None and self._fill_alone(now):
             return
-        if not self._drafts and not self._moves.is_waiting:
+        if not self._drafts and not self._flights and not self._moves.is_waiting:
             self._break_stall(now, only)
 
     def _fill_alone(self, now: float) -> bool:
@@ -70,7 +77,7 @@ class Placement:
         request = self._suspects.next() if self._suspects else None
         if request is None:
             return False
-        room = StepRoom(self._roster.cost.parameters, self._config.max_num_batched_tokens, math.inf, least=1)
+        room = StepRoom(self._roster.cost.parameters, self._rows.limit, math.inf, least=1)
         if request.status is RequestStatus.WAITING:
             self._admit(request, room, None, now)
         elif request.is_decode:
@@ -88,24 +95,36 @@ class Placement:
             if (not request.is_suspect) if only is None else request.request_id in only:
                 if request.is_decode:
                     decodes.append(request)
+                elif request.num_planned_tokens == request.num_tokens:
+                    # The step in flight draws its next token, or it waits for other beams.
+                    if request.outlives_pending(self._config.max_model_len):
+                        decodes.append(request)
                 elif not request.is_stalled:
                     prefills.append(request)
         return decodes, prefills
 
+    def _take_turns(self, decodes: list[Request], num_rows: int) -> list[Request]:
+        """Return as many as a step may have, beginning where the last one ended."""
+        first = self._first_decode % len(decodes)
+        self._first_decode = first + num_rows
+        return (decodes[first:] + decodes[:first])[:num_rows]
+
     def _place(self, request: Request, num_tokens: int, loads: Sequence[HostBlock] = ()) -> bool:
         """Give a running request rows, and loads before them, if need be at others' cost; False: it gets nothing."""
         roster, table = self._roster, request.lease.table
-        start = table.num_computed_tokens
+        start = table.num_planned_tokens
+        is_decode = request.is_decode or start == request.num_tokens
         if loads:
             start += len(loads) * self._config.block_size
         while (allocation := roster.leases.allocate_slots(table, start + num_tokens)) is None:
             victim = choose_victim(self._running, request)
-            if victim is not None:
+            can_give_way = victim is not None and roster.may_preempt()
+            if victim is not None and can_give_way:
                 roster.preempt(victim, request)
-            if victim is None or victim is request:
+            if not can_give_way or victim is request:
                 self._moves.release(loads)
                 return False
-        self._drafts[request.request_id] = Draft(request, allocation, start, num_tokens, request.is_decode, loads)
+        self._drafts[request.request_id] = Draft(request, allocation, start, num_tokens, is_decode, loads)
         return True
 
     def _place_prefills(self, prefills: list[Request], now: float, *, admit: bool) -> None:
@@ -116,7 +135,7 @@ class Placement:
             pairs = sum(draft.start + 1 for draft in self._drafts.values())
             decode_s = parameters.step_s(rows, pairs)
             seconds = max(self._config.target_step_s, self._config.itl_ratio * decode_s) - decode_s
-        room = StepRoom(parameters, self._config.max_num_batched_tokens - rows, seconds, least=1)
+        room = StepRoom(parameters, self._rows.limit - rows, seconds, least=1)
         order = PrefillOrder(prefills, self._waiting, self._roster.counters, self._classes, admit=admit)
         while not room.is_full and (choice := order.next()) is not None:
             request, most = choice
@@ -137,8 +156,8 @@ class Placement:
         self._pass_over(order)
 
     def _place_prefill(self, request: Request, room: StepRoom, most: int | None) -> None:
-        start = request.num_computed_tokens
-        if request.is_overtaken:
+        start = request.num_planned_tokens
+        if request.is_overtaken and start == request.num_computed_tokens:
             request.is_overtaken = False
             if self._roster.kv.take_computed_blocks(request.lease.table, request.lease.token_ids):
                 self._roster.ledger.count_cached(request, start, request.num_computed_tokens)
@@ -193,7 +212,7 @@ class Placement:
             )
             if request is None:
                 break
-            if self._place(request, min(request.num_remaining_tokens, self._config.block_size)):
+            if self._place(request, min(request.num_remaining_tokens, self._config.block_size, self._rows.limit)):
                 return
             if request.status is not RequestStatus.RUNNING:
                 continue
@@ -222,7 +241,7 @@ class Placement:
             else:
                 roster.preempt(self._running[-1], request)
             roster.preempted_now.clear()
-            room = StepRoom(roster.cost.parameters, self._config.max_num_batched_tokens, math.inf, least=1)
+            room = StepRoom(roster.cost.parameters, self._rows.limit, math.inf, least=1)
             request.retry_at = (-1, -1)
             if self._admit(request, room, None, now):
                 return

@@ -52,7 +52,7 @@ class Chunk:
         start: The position of the first row; everything before it is in the block table's slots.
         token_ids: The rows' tokens; `(PENDING_TOKEN,)` where the step before, which is still running, draws it.
         block_ids: The block table up to and including the block of the last row. The table's own list, not a copy:
-            it does not change until the plan is committed or discarded, and is not to be kept beyond that.
+            it is read before `launch` or `execute` returns, and not kept; the next plan may change it.
         sample: Set where the last row's logits are drawn from.
     """
 
@@ -148,11 +148,24 @@ class StepOutput:
     candidates: Mapping[RequestId, Sequence[tuple[int, float]]] = field(default_factory=dict)
 
 
+class StepTooLarge(Exception):
+    """The device has too little memory for a step; one with fewer rows may succeed. `MemoryError` says the same."""
+
+
+class DeviceFault(Exception):
+    """The device cannot be used any more by this process: the engine ends, and its supervisor starts another."""
+
+
 class Runner(Protocol):
     """Executes plans: the model runner, or the fake of the simulation."""
 
     def execute(self, plan: Plan) -> StepOutput:
-        """Run one step. An exception means that nothing of the plan may become visible."""
+        """Run one step, with none in flight. An exception means that nothing of the plan may become visible.
+
+        Raises:
+            StepTooLarge: It is tried again with fewer rows.
+            DeviceFault: It is not tried again.
+        """
         ...
 
 
@@ -160,7 +173,16 @@ class StepInFlight(Protocol):
     """A step that was launched and may still run."""
 
     def result(self) -> StepOutput:
-        """Wait for its end. An exception means that nothing of its plan, nor of a later one, may become visible."""
+        """Wait for its end; called once for each step, in the order of their launch.
+
+        An exception means that nothing of its plan, nor of a later one, may become visible. The later one is waited
+        for as well then, since its blocks are given to others, and whatever it says is ignored. It may be called after
+        the plan's requests have ended.
+
+        Raises:
+            StepTooLarge: It is tried again with fewer rows.
+            DeviceFault: It is not tried again.
+        """
         ...
 
 
@@ -171,5 +193,13 @@ class PipelinedRunner(Runner, Protocol):
     """
 
     def launch(self, plan: Plan) -> StepInFlight:
-        """Start a step behind the one in flight, and return without waiting for either."""
+        """Start a step behind the one in flight, and return without waiting for either.
+
+        All that it reads and writes on the device comes after all that the step before does there. The plan is read
+        before this returns, but for the parameters of its draws, which do not change. A row whose pending token was
+        not drawn, since its logits were not finite, may compute anything: its request has failed.
+
+        Raises:
+            Exception: The step was not started; the one in flight is none the worse for it.
+        """
         ...

@@ -68,7 +68,7 @@ class Reporter:
         self._output: deque[tuple[float, int]] = deque()
         self._num_output = 0
         self.steps = 0
-        self.num_failed_steps = 0
+        self.num_failed_steps = self.num_oversized_steps = 0
         self.integrity_errors = 0
         self.step_s = self.model_s = self.move_s = 0.0
 
@@ -86,6 +86,10 @@ class Reporter:
         """Count a step that was discarded."""
         self._stats_changed = True
         self.num_failed_steps += 1
+
+    def count_oversized_step(self) -> None:
+        """Count a step that was discarded since the device has too little memory for it."""
+        self.num_oversized_steps += 1
 
     def count_integrity_error(self) -> None:
         """Count an invariant that was found broken."""
@@ -165,6 +169,7 @@ class Reporter:
             self._scheduler.num_swapped,
             self._scheduler.joins.num_joins,
             self.move_s,
+            self.num_oversized_steps,
         )
 
     def frame(self, now: float) -> PoolFrame:

@@ -189,6 +189,11 @@ class Request:
         return self.lease.table.num_computed_tokens
 
     @property
+    def num_planned_tokens(self) -> int:
+        """As `num_computed_tokens`, with what plans in flight compute."""
+        return self.lease.table.num_planned_tokens
+
+    @property
     def num_remaining_tokens(self) -> int:
         """Rows to compute before the next token can be drawn."""
         return len(self.lease.token_ids) - self.lease.table.num_computed_tokens
@@ -201,8 +206,8 @@ class Request:
     @property
     def is_decode(self) -> bool:
         """True where one row stands between it and the next token of its answer."""
-        computed = self.lease.table.num_computed_tokens
-        return computed >= self.num_submitted_tokens and len(self.lease.token_ids) - computed == 1
+        planned = self.lease.table.num_planned_tokens
+        return planned >= self.num_submitted_tokens and len(self.lease.token_ids) - planned == 1
 
     @property
     def num_output_tokens(self) -> int:
@@ -219,11 +224,11 @@ class Request:
         """True where it has computed all it can and waits for the other beams of its group."""
         return self.group is not None and self.request_id in self.group.candidates
 
-    def sample_spec(self) -> SampleSpec:
-        """Return how the next token is drawn."""
+    def sample_spec(self, num_pending: int = 0) -> SampleSpec:
+        """Return how the next token is drawn, or the one after the next where that is pending."""
         params = self.params
         num_candidates = 0 if self.group is None else self.group.num_candidates
-        position = len(self.lease.token_ids) - self.num_prompt_tokens
+        position = len(self.lease.token_ids) - self.num_prompt_tokens + num_pending
         forbidden = tuple(sorted(self.stop_ids)) if position < params.min_tokens else ()
         if not params.needs_history:
             return SampleSpec(params, position, forbidden, num_candidates=num_candidates)
@@ -243,6 +248,13 @@ class Request:
         if num_tokens >= max_model_len:
             return FinishReason.CONTEXT
         return None
+
+    def outlives_pending(self, max_model_len: int) -> bool:
+        """Return whether a row after the token that is being drawn will be wanted, whatever that is but a stop id."""
+        if self.group is not None or self.compute_only:
+            return False
+        num_tokens = len(self.lease.token_ids) + 1
+        return num_tokens - self.num_prompt_tokens < self.params.max_tokens and num_tokens < max_model_len
 
     def timings(self, now: float) -> RequestTimings:
         """Return where the time went, for a request that ends now."""

@@ -14,11 +14,13 @@ from chatd.engine.cost_model import CostModel
 from chatd.engine.draft import Decision, Draft
 from chatd.engine.engine_config import EngineConfig
 from chatd.engine.fairness import VirtualCounters, WaitingRequests
+from chatd.engine.flights import Flights
 from chatd.engine.joins import Joins
 from chatd.engine.ledger import Ledger
 from chatd.engine.messages import Done, EngineMessage, FinishReason, Preempted, WaitReason
 from chatd.engine.plan import RequestId
 from chatd.engine.request import Request, RequestStatus
+from chatd.engine.row_limit import RowLimit
 from chatd.engine.samples import Samples
 from chatd.engine.sampling import BeamSearch
 from chatd.engine.suspects import Suspects
@@ -41,7 +43,9 @@ class Roster:
         requests: All that have not ended.
         running: Of those, the admitted ones, in the order of admission.
         waiting: The others.
-        drafts: What each request has in the plan that is being made, or in flight.
+        drafts: What each request has in the plan that is being made.
+        flights: The plans that were made and are not committed.
+        rows: How many a step may have.
         preempted_now: Lost their blocks to the plan that is being made.
         cost: What steps take.
         counters: What tenants were served.
@@ -70,6 +74,8 @@ class Roster:
         self.running: list[Request] = []
         self.waiting = WaitingRequests(config.cost.per_row_s)
         self.drafts: dict[RequestId, Draft] = {}
+        self.flights = Flights(kv, config.steps_in_flight)
+        self.rows = RowLimit(config.max_num_batched_tokens)
         self.preempted_now: set[RequestId] = set()
         self.cost = CostModel(config.cost)
         self.counters = VirtualCounters({name: limits.weight for name, limits in config.tenants.items()})
@@ -125,7 +131,7 @@ class Roster:
         members = [request] if request.group is None else request.group.members
         usable = self.kv.pool.usable_blocks(request.tenant)
         return self.kv.num_blocks_of(request.num_tokens + 1) > usable and not any(
-            member.request_id in self.drafts for member in members
+            member.request_id in self.drafts or self.flights.is_planned(member.request_id) for member in members
         )
 
     def advance_prompt(self, request: Request, num_rows: int, end: int) -> None:
@@ -135,8 +141,18 @@ class Roster:
         if end >= request.num_prompt_tokens:
             self.samples.on_computed(request)
 
+    def may_preempt(self) -> bool:
+        """Return whether somebody can give way now; if not, nothing more is planned until it can be.
+
+        What a victim gives back is in use for as long as a plan with a part for it is in flight, and a row of its may
+        be the last one that it needs.
+        """
+        self.flights.must_settle = bool(self.flights)
+        return not self.flights.must_settle
+
     def preempt(self, victim: Request, winner: Request, why: WaitReason = WaitReason.NO_BLOCKS) -> None:
         """Send a running request back to the queue for another one's sake; its lease's blocks go with it."""
+        assert not self.flights, "somebody gives way to a plan that is made one step ahead"
         draft = self.drafts.pop(victim.request_id, None)
         if draft is not None:
             self.kv.discard(draft.allocation)
@@ -169,6 +185,8 @@ class Roster:
         self, request: Request, reason: FinishReason, now: float, error_code: str = "", error_message: str = ""
     ) -> None:
         """Say the one `Done`, and leave the lease idle or closed; the end of a beam is the end of its group."""
+        for member in [request] if request.group is None else request.group.members:
+            self.flights.void(member)
         if request.group is not None:
             group = request.group
             request = group.head

@@ -4,6 +4,9 @@ There are no phases: a request has `num_tokens` and `num_computed_tokens`, and a
 much of it as there is room for. Nothing that a plan takes can be seen by others before commit, and discard gives it
 back. Who is placed in a plan is decided by `placement`; what becomes of requests is done by `roster`.
 
+With `steps_in_flight` 2 a plan may be made while the one before it runs: it goes on where that ends. Plans are
+committed in their order, and with a plan the one behind it is discarded (`flights`).
+
 The scheduler knows no clock (`now` is given), no randomness, no torch and no pipe.
 """
 
@@ -16,6 +19,7 @@ from chatd.engine.cost_model import num_pairs
 from chatd.engine.draft import Decision, Draft, build_plan
 from chatd.engine.engine_config import EngineConfig
 from chatd.engine.fairness import OUTPUT_TOKEN_COST
+from chatd.engine.flights import Flight
 from chatd.engine.messages import Beams as BeamsFound
 from chatd.engine.messages import FinishReason, TokenDelta, Tokens
 from chatd.engine.placement import Placement
@@ -67,8 +71,9 @@ class Scheduler:
         self.outbox = roster.outbox
         self.ledger = roster.ledger
         self._placement = Placement(roster)
+        self.flights = roster.flights
+        self.rows = roster.rows
         self._drafts = roster.drafts
-        self._in_flight: Plan | None = None
         self._last_step_s = 0.0
 
     @property
@@ -86,11 +91,6 @@ class Scheduler:
         """Of those, the ones whose blocks were saved below the pool."""
         return self.roster.num_swapped
 
-    @property
-    def planned(self) -> Collection[Draft]:
-        """What each request has in the plan that is in flight."""
-        return self._drafts.values()
-
     # Requests come and go.
 
     def submit(self, request: Request, sample_of: RequestId | None = None, beam: BeamSearch | None = None) -> None:
@@ -105,6 +105,7 @@ class Scheduler:
 
     def finish(self, request: Request, length: int, now: float) -> None:
         """End a request where the front found the end of its answer; the lease keeps `length` tokens."""
+        self.flights.void(request)
         self.leases.trim(request.lease, max(length, request.num_prompt_tokens))
         self.roster.end(request, FinishReason.STOP_STRING, now)
 
@@ -125,13 +126,14 @@ class Scheduler:
     # A step.
 
     def plan(self, now: float, only: Collection[RequestId] | None = None) -> Plan | None:
-        """Decide a step; None where nothing can run.
+        """Decide a step; None where nothing can run, or nothing before the plan in flight is committed.
 
         Args:
             now: Seconds.
             only: Running requests to choose from, with no admissions: the retry of a step that failed.
         """
-        assert self._in_flight is None, "a plan is in flight"
+        if self.flights and (self.flights.is_full or self.roster.suspects):
+            return None  # A suspect has the device to itself.
         self.roster.preempted_now.clear()
         if self.moves.is_on:
             self.moves.poll(now)
@@ -143,7 +145,7 @@ class Scheduler:
 
     def plan_idle(self, now: float) -> Plan | None:
         """Decide a step that only copies blocks down, for an engine without requests; None where there is nothing."""
-        assert self._in_flight is None, "a plan is in flight"
+        assert not self.flights, "a plan is in flight"
         self.moves.poll(now)
         self.moves.store_idle()
         return self._build()
@@ -152,13 +154,17 @@ class Scheduler:
         """Make the effects of a step visible: tokens, registered blocks, ends.
 
         Args:
-            plan: The one in flight.
+            plan: The oldest in flight.
             output: What came of it.
             now: When that was.
         """
-        drafts = self._take_drafts(plan)
+        flight = self.flights.end_oldest(plan)
+        drafts = flight.drafts.values()
         if self.moves.is_on:
-            self.moves.commit(drafts)
+            self.moves.commit(flight.stores, drafts)
+            if flight.stores.tables:
+                self.leases.note_offer()
+        self.flights.retire()
         deltas: list[TokenDelta] = []
         ended: list[tuple[Request, FinishReason, str]] = []
         complete: list[BeamGroup] = []
@@ -166,11 +172,14 @@ class Scheduler:
         rows = pairs = 0
         for draft in drafts:
             request, num_tokens = draft.request, draft.num_tokens
+            rows += num_tokens
+            pairs += num_pairs(draft.start, num_tokens)
+            if draft.is_void:
+                self.leases.note_offer()
+                continue
             request_id, lease = request.request_id, request.lease
             ids = lease.token_ids
             end = draft.start + num_tokens
-            rows += num_tokens
-            pairs += num_pairs(draft.start, num_tokens)
             token_id = candidates = None
             draws = end == len(ids) and not request.compute_only
             if draws:
@@ -178,6 +187,7 @@ class Scheduler:
                 if request.group is not None:
                     candidates = output.candidates.get(request_id)
             if request_id in failed or (draws and token_id is None and candidates is None):
+                self.flights.void(request)
                 self.kv.discard(draft.allocation)
                 self.kv.poison(lease.table)
                 self.moves.forget(lease)
@@ -210,24 +220,29 @@ class Scheduler:
             if group.head.group is group:
                 self._advance(group, now)
         self._last_step_s = output.model_s
+        self.rows.succeed()
         if rows and self.cost.observe(rows, pairs, output.model_s):
             parameters = self.cost.parameters
             self.roster.note("cost", None, parameters.fixed_s, parameters.per_row_s, parameters.per_pair_s)
 
     def discard(self, plan: Plan) -> None:
-        """Undo a step that failed: allocations and counters are as before; who was admitted stays admitted."""
-        drafts = self._take_drafts(plan)
-        for draft in drafts:
-            self.kv.discard(draft.allocation)
-        self.moves.discard(drafts)
-        self.roster.note("discard", None)
+        """Undo a step that failed, and the one behind it: who was admitted stays admitted, all else is as before."""
+        is_last = False
+        while not is_last:
+            is_last = self.flights.newest is plan
+            flight = self.flights.undo_newest()
+            self.moves.discard(flight.stores, flight.drafts.values())
+            self.flights.retire()
+            self.roster.note("discard", None)
 
     # Parts.
 
     def _build(self) -> Plan | None:
-        roster, stores = self.roster, self.moves.stores
-        if not self._drafts and not stores:
+        roster = self.roster
+        planned = self.moves.take_stores()
+        if not self._drafts and not planned.blocks:
             return None
+        stores = [move for move, _ in planned.blocks]
         roster.step += 1
         if roster.is_logged:
             for draft in self._drafts.values():
@@ -237,15 +252,10 @@ class Scheduler:
                     roster.note("run", draft.request, draft.start, draft.num_tokens)
             for move in stores:
                 roster.note("store", None, move.block_id, move.slot)
-        self._in_flight = build_plan(roster.step, self._drafts.values(), self.config.block_size, stores)
-        return self._in_flight
-
-    def _take_drafts(self, plan: Plan) -> list[Draft]:
-        assert plan is self._in_flight, f"plan {plan.step} is not in flight; the last one is {self.step}"
-        self._in_flight = None
-        drafts = list(self._drafts.values())
+        plan = build_plan(roster.step, self._drafts.values(), self.config.block_size, stores)
+        self.flights.begin(Flight(plan, dict(self._drafts), planned))
         self._drafts.clear()
-        return drafts
+        return plan
 
     def _commit_prompt(self, draft: Draft, end: int) -> None:
         """Count what was loaded of a prompt, and what was computed of it."""

@@ -264,6 +264,10 @@ class LeaseTable:
             if state is not LeaseState.QUEUED:
                 self._holders[lease.tenant].idle[lease.lease_id] = lease
 
+    def note_offer(self) -> None:
+        """Note that blocks of a lease have become reclaimable for another reason than its state."""
+        self.num_offered += 1
+
     def set_idle(self, lease: Lease) -> None:
         """End a turn: the lease keeps its blocks until somebody needs them more."""
         if lease.trim_to is not None:
@@ -395,6 +399,8 @@ class LeaseTable:
         table = lease.table
         if not table.block_ids or (not shared_too and self._pool.blocks[table.block_ids[-1]].ref_count > 1):
             return False
+        if self._manager.is_in_flight(table):
+            return False  # Its turn has ended and a row of it is still computed: nothing would be free before that.
         last = len(table.block_ids) - 1
         size = self._manager.block_size
         if is_clean and self.is_below is not None:

@@ -1,13 +1,14 @@
 """What the scheduler asks of the cache: find, allocate, commit, discard, share and give back.
 
 The manager knows block tables and the pool. It knows no requests, no leases and no time. Each verb leaves every table
-with exactly the blocks that its computed tokens need; between plan and commit also those that the step writes.
+with exactly the blocks that its computed tokens need; between plan and commit also those that the step writes. What a
+table gives back that a plan in flight may still read or write goes back to the pool when that plan is retired.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from chatd.kvcache.block import BlockId
@@ -28,12 +29,14 @@ class Allocation:
     Attributes:
         table: Whose it is.
         num_blocks_before: Length of the table without this plan's new blocks.
+        num_tokens_before: The tokens that the table was planned for without them.
         copy_source: The shared or registered block whose slots go into the table's last one; held until commit.
         copy_target: That last one.
     """
 
     table: BlockTable
     num_blocks_before: int
+    num_tokens_before: int = 0
     copy_source: BlockId | None = None
     copy_target: BlockId | None = None
 
@@ -50,10 +53,13 @@ class KVCacheManager:
     def __init__(self, pool: BlockPool, block_size: int, base: Namespace) -> None:
         self.block_size = block_size
         self._base = base
+        self._last_retired = 0
+        self._limbo: list[tuple[int, list[BlockId]]] = []
         self.use_pool(pool)
 
     def use_pool(self, pool: BlockPool) -> None:
         """Go on with another pool; tables of the old one are void."""
+        assert not self._limbo, "a plan is in flight"
         self.pool = pool
         self.index: PrefixIndex = pool.index
         self._public = self.index.namespace_id(self._base.of(None))
@@ -61,6 +67,24 @@ class KVCacheManager:
     def open_table(self, tenant: str | None) -> BlockTable:
         """Return an empty table in a tenant's namespace; None is "public"."""
         return BlockTable(self.index.namespace_id(self._base.of(tenant)), self.pool.account(tenant))
+
+    @property
+    def limbo(self) -> Iterable[Sequence[BlockId]]:
+        """Blocks that tables have given back and that plans in flight hold."""
+        return (block_ids for _, block_ids in self._limbo)
+
+    def is_in_flight(self, table: BlockTable) -> bool:
+        """Return whether a plan that is not retired reads or writes a table's blocks."""
+        return table.last_plan > self._last_retired
+
+    def retire(self, step: int) -> None:
+        """Let go of what plans up to this one held: they have ended."""
+        self._last_retired = step
+        if self._limbo:
+            ended = [block_ids for last_plan, block_ids in self._limbo if last_plan <= step]
+            self._limbo = [held for held in self._limbo if held[0] > step]
+            for block_ids in ended:
+                self.pool.release(block_ids)
 
     def num_blocks_of(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens."""
@@ -139,7 +163,7 @@ class KVCacheManager:
         """Give the table a slot of its own for each token from the computed ones to `num_tokens`.
 
         Args:
-            table: All its tokens from `num_computed_tokens` to `num_tokens` will be written by this plan.
+            table: All its tokens from `num_planned_tokens` to `num_tokens` will be written by this plan.
             num_tokens: The length, in tokens, that the plan will have computed.
             computed: What `get_computed_blocks` just found. They stay in the table even if the plan is discarded.
 
@@ -166,42 +190,47 @@ class KVCacheManager:
             # A partial block of the table's own gives way to a full one that begins with the same tokens.
             replaced = block_ids[kept - len(computed) :]
             block_ids[kept - len(computed) :] = computed
-            pool.release(replaced)
-            table.num_computed_tokens = kept * self.block_size
+            self._release(table, replaced)
+            table.num_computed_tokens = table.num_planned_tokens = kept * self.block_size
             table.num_registered_blocks = kept
-        allocation = Allocation(table, kept)
+        allocation = Allocation(table, kept, table.num_planned_tokens)
         if must_copy:
-            allocation.copy_source, allocation.copy_target = block_ids[-1], fresh[0]
+            allocation.copy_source, allocation.copy_target = table.copying = block_ids[-1], fresh[0]
             block_ids[-1:] = fresh
         elif fresh:
             block_ids += fresh
+        table.num_planned_tokens = num_tokens
         return allocation
 
     def commit(self, allocation: Allocation, num_tokens: int, token_ids: array[int]) -> None:
         """Make a step's KV count: `num_tokens` of the table are computed, and full blocks can be found from now on."""
         table = allocation.table
         if allocation.copy_source is not None:
-            self.pool.release((allocation.copy_source,))
+            self._settle_copy(allocation)
+            self._release(table, [allocation.copy_source])
         table.num_computed_tokens = num_tokens
         if num_tokens // self.block_size > table.num_registered_blocks:
             self._register(table, num_tokens // self.block_size, token_ids)
 
     def discard(self, allocation: Allocation) -> None:
         """Undo `allocate_slots` after a step that failed: its slots were never seen by anybody."""
-        block_ids = allocation.table.block_ids
+        table = allocation.table
+        block_ids = table.block_ids
         fresh = block_ids[allocation.num_blocks_before :]
         del block_ids[allocation.num_blocks_before :]
         if allocation.copy_source is not None:
+            self._settle_copy(allocation)
             fresh.insert(0, block_ids[-1])
             block_ids[-1] = allocation.copy_source
-        self.pool.release(fresh)
+        table.num_planned_tokens = allocation.num_tokens_before
+        self._release(table, fresh)
 
     def adopt(self, table: BlockTable) -> None:
         """Swap the table's duplicates for the blocks that were registered first."""
         for place, block_id in table.adoptions:
             duplicate = table.block_ids[place]
             table.block_ids[place] = block_id
-            self.pool.release((duplicate,))
+            self._release(table, [duplicate])
         table.adoptions.clear()
 
     def trim(self, table: BlockTable, num_tokens: int) -> int:
@@ -212,13 +241,14 @@ class KVCacheManager:
         """
         if num_tokens >= table.num_computed_tokens:
             return 0
+        assert table.num_planned_tokens == table.num_computed_tokens, "a plan in flight goes on with the table"
         self.adopt(table)
         num_blocks = self.num_blocks_of(num_tokens)
         dropped = table.block_ids[num_blocks:]
         del table.block_ids[num_blocks:]
-        table.num_computed_tokens = num_tokens
+        table.num_computed_tokens = table.num_planned_tokens = num_tokens
         table.num_registered_blocks = min(table.num_registered_blocks, num_tokens // self.block_size)
-        return self.pool.release(dropped)
+        return self._release(table, dropped)
 
     def free(self, table: BlockTable) -> None:
         """Give back everything that a table holds; free of an empty table changes nothing."""
@@ -227,13 +257,16 @@ class KVCacheManager:
     def fork(self, table: BlockTable, num_tokens: int) -> BlockTable:
         """Return a table with the first `num_tokens` computed tokens, all blocks shared, the partial last one too.
 
-        A shared block is never written: whoever appends to it first copies it.
+        A shared block is never written: whoever appends to it first copies it. What a plan in flight is about to copy
+        is shared where it is now, since that plan may be discarded.
         """
         self.adopt(table)
         fork = BlockTable(table.namespace, table.account)
-        fork.num_computed_tokens = min(num_tokens, table.num_computed_tokens)
+        fork.num_computed_tokens = fork.num_planned_tokens = min(num_tokens, table.num_computed_tokens)
         fork.num_registered_blocks = min(table.num_registered_blocks, fork.num_computed_tokens // self.block_size)
         fork.block_ids = table.block_ids[: self.num_blocks_of(fork.num_computed_tokens)]
+        if table.copying is not None and fork.block_ids and fork.block_ids[-1] == table.copying[1]:
+            fork.block_ids[-1] = table.copying[0]
         self.pool.hold(fork.block_ids)
         return fork
 
@@ -266,6 +299,19 @@ class KVCacheManager:
                 self.pool.unregister(block_id)
                 break
         self.free(table)
+
+    def _release(self, table: BlockTable, block_ids: list[BlockId]) -> int:
+        """Give a table's blocks back, once no plan in flight can reach them through it."""
+        if table.last_plan > self._last_retired:
+            if block_ids:
+                self._limbo.append((table.last_plan, block_ids))
+            return 0
+        return self.pool.release(block_ids)
+
+    def _settle_copy(self, allocation: Allocation) -> None:
+        table = allocation.table
+        if table.copying == (allocation.copy_source, allocation.copy_target):
+            table.copying = None
 
     def _register(self, table: BlockTable, num_full: int, token_ids: array[int]) -> None:
         size = self.block_size
@@ -301,7 +347,7 @@ class KVCacheManager:
 
     def _must_copy(self, table: BlockTable) -> bool:
         """Return whether the next slot is in a block that others read or that can be found."""
-        if table.num_computed_tokens % self.block_size == 0:
+        if table.num_planned_tokens % self.block_size == 0:
             return False
         block = self.pool.blocks[table.block_ids[-1]]
         return block.ref_count > 1 or block.entry is not None

@@ -14,7 +14,7 @@ digests and slots, not bytes: those are moved by the runner and by the disk.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -169,6 +169,7 @@ class Tiers:
         self._unwritten: OrderedDict[bytes, HostBlock] = OrderedDict()
         self._writing: dict[HostSlot, HostBlock] = {}
         self._reading: dict[HostSlot, HostBlock] = {}
+        self._storing: dict[HostSlot, HostBlock] = {}
         self._is_refused = False
         self._now = 0.0
 
@@ -268,11 +269,12 @@ class Tiers:
             return None
         block = HostBlock(digest, origin, slot, tenant, lease_id)
         block.entry = entry
-        self._blocks[digest] = block
+        self._blocks[digest] = self._storing[slot] = block
         return block
 
     def settle(self, block: HostBlock) -> None:
         """Let a stored block be found: its plan is committed. One that was forgotten meanwhile only frees its slot."""
+        del self._storing[block.slot]
         if block.is_dropped:
             self._free.append(block.slot)
             return
@@ -283,6 +285,7 @@ class Tiers:
 
     def cancel(self, block: HostBlock) -> None:
         """Undo `store`."""
+        del self._storing[block.slot]
         if not block.is_dropped:
             del self._blocks[block.digest]
         self._free.append(block.slot)
@@ -392,19 +395,27 @@ class Tiers:
                 if not block.is_dropped:
                     self.drop(block.digest)
 
-    def check(self) -> Iterator[int]:
+    def check(self, loads: Sequence[HostBlock] = ()) -> Iterator[int]:
         """Check everything between two plans, yielding now and then how much was looked at.
+
+        Args:
+            loads: What plans in flight load, each as often as it is loaded.
 
         Raises:
             AssertionError: Names what is broken.
         """
         used: dict[HostSlot, HostBlock] = {}
-        leaving = [block for block in (*self._writing.values(), *self._reading.values()) if block.is_dropped]
+        num_loads = Counter(block.slot for block in loads)
+        busy = (*self._writing.values(), *self._reading.values(), *self._storing.values(), *loads)
+        leaving = {block: None for block in busy if block.is_dropped}
         for block in (*self._blocks.values(), *leaving):
-            assert block.slot not in used, f"{block} and {used[block.slot]} are in one slot"
-            used[block.slot] = block
-            assert block.num_pins == (block.slot in self._writing), f"{block} is pinned by nobody"
-            assert block.is_ready != (block.slot in self._reading), f"{block} is neither ready nor being filled"
+            slot = block.slot
+            assert slot not in used, f"{block} and {used[slot]} are in one slot"
+            used[slot] = block
+            num_pins = (slot in self._writing) + num_loads[slot]
+            assert block.num_pins == num_pins, f"{block} is pinned by nobody"
+            is_filled = slot in self._reading or slot in self._storing
+            assert block.is_ready != is_filled, f"{block} is neither ready nor being filled"
             queue = self._queues.get(block.tenant)
             is_queued = queue is not None and queue.get(block.digest) is block
             assert is_queued == (block.is_ready and not block.num_pins), f"{block} is in a queue, or in none"

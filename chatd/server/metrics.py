@@ -242,6 +242,11 @@ class _Scrape(Collector):
             yield _counter("chatd_engine_model_seconds", "Of those, in the model.", stats.model_s)
             yield _counter("chatd_engine_move_seconds", "Of those, in moving blocks between tiers.", stats.move_s)
             yield _counter("chatd_engine_failed_steps", "Steps that were discarded.", stats.num_failed_steps)
+            yield _counter(
+                "chatd_engine_oversized_steps",
+                "Of those, steps that were tried again with fewer rows for want of memory.",
+                stats.num_oversized_steps,
+            )
             yield _counter("chatd_engine_integrity_errors", "Invariants found broken.", stats.integrity_errors)
 
 

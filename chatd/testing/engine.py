@@ -241,8 +241,7 @@ class ProvenanceRunner:
             content = self.host[move.slot]
             assert content is not None, f"slot {move.slot} is loaded with nothing in it"
             part = slice(move.block_id * size, (move.block_id + 1) * size)
-            if self.before_write is not None:
-                self.before_write(move.block_id)
+            self._will_write(move.block_id)
             self.chains[part], self.tenants[part], self.token_ids[part] = content
             self.num_loaded += 1
         targets = {int(move.block_id) for move in loads}
@@ -258,13 +257,13 @@ class ProvenanceRunner:
 
     def _write(self, chunk: Chunk, written: dict[int, RequestId]) -> None:
         size = self.block_size
-        tenant = None if self._truth is None else self._truth(chunk.request_id).tenant
+        truth = self._truth_of(chunk.request_id)
+        tenant = None if truth is None else truth.tenant
         chain = EMPTY_PREFIX
         if chunk.start:
             chain = self.chains[chunk.block_ids[(chunk.start - 1) // size] * size + (chunk.start - 1) % size]
-        if self.before_write is not None:
-            for place in range(chunk.start // size, (chunk.start + chunk.num_tokens - 1) // size + 1):
-                self.before_write(chunk.block_ids[place])
+        for place in range(chunk.start // size, (chunk.start + chunk.num_tokens - 1) // size + 1):
+            self._will_write(chunk.block_ids[place])
         for position, token_id in enumerate(chunk.token_ids, start=chunk.start):
             slot = chunk.block_ids[position // size] * size + position % size
             assert slot not in written, f"slot {slot} is written by {written[slot]} and {chunk.request_id}"
@@ -283,13 +282,13 @@ class ProvenanceRunner:
             chains += self.chains[block_id * size : (block_id + 1) * size]
         del chains[end:]
         who = f"request {chunk.request_id}"
-        if self._truth is None:
+        truth = self._truth_of(chunk.request_id)
+        if truth is None:
             token_ids = [
                 self.token_ids[chunk.block_ids[position // size] * size + position % size] for position in range(end)
             ]
             assert chains == chains_of(token_ids), f"{who}'s table does not spell one prefix"
             return chains[-1]
-        truth = self._truth(chunk.request_id)
         if chains != truth.chains[:end]:
             wrong = next(i for i in range(end) if i >= len(truth.chains) or chains[i] != truth.chains[i])
             raise AssertionError(f"I10: {who} reads another prefix's KV at position {wrong} of {end}")
@@ -297,6 +296,13 @@ class ProvenanceRunner:
             owner = self.tenants[block_id * size]
             assert owner in (None, truth.tenant), f"I9: {who} of {truth.tenant} reads KV of {owner}"
         return chains[-1]
+
+    def _truth_of(self, request_id: RequestId) -> Truth | None:
+        return None if self._truth is None else self._truth(request_id)
+
+    def _will_write(self, block_id: BlockId) -> None:
+        if self.before_write is not None:
+            self.before_write(block_id)
 
 
 def find_beams(

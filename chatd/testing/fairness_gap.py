@@ -50,8 +50,9 @@ class FairnessGap:
     def count_step(self, plan: Plan, output: StepOutput) -> None:
         """Count what a step that did not fail has computed; before it is committed."""
         for chunk in plan.chunks:
-            request = self._core.scheduler.requests[chunk.request_id]
-            if request.tenant is None or chunk.request_id in output.failed:
+            request = self._core.scheduler.requests.get(chunk.request_id)
+            # One that has ended since it was planned is served no more.
+            if request is None or request.tenant is None or chunk.request_id in output.failed:
                 continue
             prompt, charged = request.num_submitted_tokens, self._charged.get(chunk.request_id, 0)
             end = min(chunk.start + chunk.num_tokens, prompt)

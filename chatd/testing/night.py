@@ -19,7 +19,8 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import xxhash
 
@@ -28,6 +29,8 @@ from chatd.testing.session_simulation import simulate_sessions
 from chatd.testing.simulation import SHAPES, VERBS, simulate
 from chatd.testing.witness import constant_hash
 
+Ahead = Literal["", "late", "early"]
+AHEAD: tuple[Ahead, ...] = ("", "late", "early")
 HASHES = {"xxh3": xxhash.xxh3_128_digest, "constant": constant_hash}
 STEPS = 1700
 SEEDS = 60
@@ -37,15 +40,21 @@ SESSION_SEEDS = 400
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One simulation: which of `SHAPES`, which hash, which seed, how many steps."""
+    """One simulation: which of `SHAPES`, which hash, which seed, how many steps, and how steps overlap.
+
+    Attributes:
+        ahead: "" is one step at a time; "late" and "early" are one step ahead, on a device that is slow or fast.
+    """
 
     shape: int
     hash_name: str
     seed: int
     num_steps: int
+    ahead: Ahead = ""
 
     def __str__(self) -> str:
-        return f"--shape {self.shape} --hash {self.hash_name} --seed {self.seed} --steps {self.num_steps}"
+        ahead = f" --ahead {self.ahead}" if self.ahead else ""
+        return f"--shape {self.shape} --hash {self.hash_name} --seed {self.seed} --steps {self.num_steps}{ahead}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +101,10 @@ def _simulate_sessions(run: SessionRun) -> Counter[str]:
 
 
 def _simulate_engine(run: Run) -> Counter[str]:
-    simulation = simulate(run.seed, run.num_steps, shape=SHAPES[run.shape], hash_function=HASHES[run.hash_name])
+    shape = SHAPES[run.shape]
+    if run.ahead:
+        shape = replace(shape, steps_in_flight=2, is_eager=run.ahead == "early")
+    simulation = simulate(run.seed, run.num_steps, shape=shape, hash_function=HASHES[run.hash_name])
     simulation.count_engine()
     return simulation.counts
 
@@ -128,12 +140,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", type=int, help="with --seed: the shape of the one run")
     parser.add_argument("--hash", choices=HASHES, default="xxh3", help="likewise")
     parser.add_argument("--seed", type=int, help="run one simulation of the engine only")
+    parser.add_argument("--ahead", choices=AHEAD, default="", help="likewise: one step ahead, late or early")
     parser.add_argument("--session-seeds", type=int, default=SESSION_SEEDS, help="of the simulation of sessions")
     parser.add_argument("--actions", type=int, default=ACTIONS, help="of each of those")
     parser.add_argument("--session-seed", type=int, help="run one simulation of sessions only")
     options = parser.parse_args(arguments)
     if options.seed is not None:
-        print(dict(simulate_run(Run(options.shape or 0, options.hash, options.seed, options.steps))))
+        print(dict(simulate_run(Run(options.shape or 0, options.hash, options.seed, options.steps, options.ahead))))
         return 0
     if options.session_seed is not None:
         print(dict(simulate_run(SessionRun(options.session_seed, options.actions))))

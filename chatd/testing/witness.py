@@ -35,10 +35,11 @@ from chatd.engine.messages import (
     Tokens,
     Trim,
 )
-from chatd.engine.plan import BlockId, Plan, RequestId, SampleSpec, StepOutput
+from chatd.engine.plan import PENDING_TOKEN, BlockId, Plan, RequestId, SampleSpec, StepInFlight, StepOutput
 from chatd.engine.sampling import BeamSearch, SamplingParams
 from chatd.engine.transfer_costs import TransferCosts
 from chatd.kvcache.block_pool import Account
+from chatd.kvcache.leases import LeaseState
 from chatd.kvcache.prefix_index import MAX_ENTRIES_PER_KEY, HashFunction
 from chatd.testing.disk import FakeDisk
 from chatd.testing.engine import (
@@ -53,6 +54,7 @@ from chatd.testing.engine import (
     find_beams,
 )
 from chatd.testing.fairness_gap import FairnessGap
+from chatd.testing.pipelined_runner import PipelinedProvenanceRunner
 
 VOCAB_SIZE = 11
 STOP_ID = 0
@@ -109,6 +111,8 @@ class Shape:
         public: The part of sessions that are public.
         backlog: Requests that the first two tenants keep waiting, the one with long answers, the other long prompts;
             then nothing is done that leaves either without, or changes their weights.
+        steps_in_flight: 2 plans one step ahead.
+        is_eager: Then steps run when they are launched, and not when their result is asked for.
     """
 
     num_blocks: int = 40
@@ -128,6 +132,22 @@ class Shape:
     disk_blocks: int = 0
     disk_queue: int = 256
     preemption: Literal["auto", "swap", "recompute"] = "auto"
+    steps_in_flight: Literal[1, 2] = 1
+    is_eager: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _WitnessedStep:
+    """A step in flight that is looked at when its result comes."""
+
+    witness: Witness
+    plan: Plan
+    step: StepInFlight
+    block_ids: set[BlockId]
+    is_void: bool = False
+
+    def result(self) -> StepOutput:
+        return self.witness.take_result(self)
 
 
 class Witness:
@@ -163,6 +183,7 @@ class Witness:
         self._ended: set[RequestId] = set()
         self._next_id = 1
         self._plan: Plan | None = None
+        self._has_run = False
         self._tainted: list[BlockId] = []
         self._replies: list[FrontMessage] = []
         self.config = EngineConfig(
@@ -180,6 +201,7 @@ class Witness:
             host_slots=shape.host_slots,
             transfer_costs=TransferCosts(1e-4, 2e-5, 2e-5),
             preemption=shape.preemption,
+            steps_in_flight=shape.steps_in_flight,
             tenants={
                 name: TenantLimits(weight, floor)
                 for name, weight, floor in zip(shape.tenants, shape.weights, shape.floors, strict=True)
@@ -192,11 +214,15 @@ class Witness:
     def _start(self) -> None:
         """Start an engine that has nothing."""
         shape, hash_function = self.shape, self._hash_function
+        self._in_flight: list[_WitnessedStep] = []
         # Steps take other times than the cost model starts with, so that it is fitted meanwhile.
         cost = CostParameters(1.2e-3, 3e-4, 2e-6)
-        self.runner = ProvenanceRunner(
+        make_runner = ProvenanceRunner if shape.steps_in_flight == 1 else PipelinedProvenanceRunner
+        self.runner = make_runner(
             shape.num_blocks, shape.block_size, VOCAB_SIZE, self._truth, cost, self.clock, shape.host_slots, 1e-5
         )
+        if isinstance(self.runner, PipelinedProvenanceRunner):
+            self.runner.is_eager = shape.is_eager
         self.disk = FakeDisk(self.runner, shape.disk_blocks, max_queued=shape.disk_queue) if shape.disk_blocks else None
         self.runner.before_write = self._check_write
         self.core = EngineCore(
@@ -395,6 +421,8 @@ class Witness:
             self.send(Release(session.lease))
         self.sessions.clear()
         self.core.check_invariants()
+        if self.core.has_work:  # A step in flight that nobody wants any more.
+            self.step()
         assert self.core.pool.num_active == 0, "I18: blocks are held by nobody"
         assert not len(self.core.leases), "a lease is left over"
 
@@ -402,7 +430,7 @@ class Witness:
         """Run one step of the engine and check everything."""
         core = self.core
         waited, ran = len(core.scheduler.waiting), len(core.scheduler.running)
-        self._plan = None
+        self._plan, self._has_run = None, False
         self._tainted = []
         self.counts["steps"] += 1
         floors = self._protected()
@@ -421,7 +449,7 @@ class Witness:
                 assert account.num_resident >= least, f"{account.tenant} was taken below its floor by others"
             self.counts["floors held"] += account.num_resident <= account.floor
         if waited and not ran:
-            moved = self._plan is not None or any(isinstance(message, Done) for message in said)
+            moved = self._plan is not None or self._has_run or any(isinstance(message, Done) for message in said)
             moved |= core.scheduler.moves.num_restoring > 0
             assert moved, "I14: work waits, nothing runs, and the step did nothing"
         if not core.has_work:
@@ -444,6 +472,45 @@ class Witness:
             raise
 
     def _execute(self, plan: Plan) -> StepOutput:
+        self._check_plan(plan)
+        output = self.runner.execute(plan)
+        self._check_output(plan, output)
+        return output
+
+    def launch(self, plan: Plan) -> StepInFlight:
+        """Check a plan as a whole and launch it."""
+        assert isinstance(self.runner, PipelinedProvenanceRunner)
+        try:
+            self._check_plan(plan)
+        except AssertionError as error:
+            self.runner.violation = error
+            raise
+        block_ids = {block_id for chunk in plan.chunks for block_id in chunk.block_ids}
+        step = _WitnessedStep(self, plan, self.runner.launch(plan), block_ids)
+        self.counts["launched ahead"] += bool(self._in_flight)
+        self._in_flight.append(step)
+        return step
+
+    def take_result(self, step: _WitnessedStep) -> StepOutput:
+        """Let a step run that was launched, and check what came of it, if anybody may hear that."""
+        self._in_flight.remove(step)
+        self._has_run = True
+        try:
+            for block_id in step.block_ids:
+                assert self.core.pool.blocks[block_id].ref_count, f"I2: block {block_id} is free and in use by a plan"
+            output = step.step.result()
+            if not step.is_void:
+                self._check_output(step.plan, output)
+        except AssertionError as error:
+            self.runner.violation = error
+            raise
+        except Exception:
+            for later in self._in_flight:
+                later.is_void = True
+            raise
+        return output
+
+    def _check_plan(self, plan: Plan) -> None:
         self._plan = plan
         assert plan.chunks or plan.stores or plan.loads, "a step does nothing"
         assert plan.num_tokens <= self.config.max_num_batched_tokens, f"I12: {plan.num_tokens} rows in a step"
@@ -457,27 +524,33 @@ class Witness:
         assert len(set(ids)) == len(ids), "a request has two chunks in one step"
         for chunk in plan.chunks:
             job = self._job_of(chunk.request_id)
-            is_end = chunk.start + chunk.num_tokens == len(self._truth(chunk.request_id).chains)
+            num_known = len(self._truth(chunk.request_id).chains)
+            is_pending = chunk.start == num_known
+            assert is_pending == (list(chunk.token_ids) == [PENDING_TOKEN]), f"{chunk} of {num_known} known tokens"
+            is_end = chunk.start + chunk.num_tokens == num_known + is_pending
             assert (chunk.sample is not None) == (is_end and not job.submit.compute_only), (
                 f"request {chunk.request_id} samples in the middle of its prompt, or not at its end"
             )
             if chunk.sample is not None and job.submit.beam is None:
-                self._check_sample(chunk.sample, job)
+                self._check_sample(chunk.sample, job, is_pending=is_pending)
         if self.runner.raise_next and len(ids) == 1:
             # A retry that fails as well is a failure of whoever is in it.
             self._job_of(ids[0]).may_fail = True
-        output = self.runner.execute(plan)
+
+    def _check_output(self, plan: Plan, output: StepOutput) -> None:
         self.gap.count_step(plan, output)
         self._check_loads()
-        self._tainted = [
-            block_id for chunk in plan.chunks if chunk.request_id in output.failed for block_id in chunk.block_ids
+        self._tainted += [
+            block_id
+            for chunk in plan.chunks
+            if chunk.request_id in output.failed and chunk.request_id in self.core.scheduler.requests
+            for block_id in chunk.block_ids
         ]
-        return output
 
-    def _check_sample(self, sample: SampleSpec, job: Job) -> None:
+    def _check_sample(self, sample: SampleSpec, job: Job, *, is_pending: bool) -> None:
         """Compare what a token is drawn by with the answer that it is for, also where that goes on from another run."""
         ids, at = job.session.token_ids, job.num_prompt
-        number = len(ids) - at
+        number = len(ids) - at + is_pending
         assert sample.output_position == number, f"I21: request {job.request} draws number {sample.output_position}"
         is_short = number < sample.params.min_tokens
         assert bool(sample.stop_token_ids) == (is_short and bool(sample.params.stop_token_ids)), "min_tokens is wrong"
@@ -488,8 +561,8 @@ class Witness:
     def _check_loads(self) -> None:
         """Compare what was loaded with what its request should have there."""
         runner, size = self.runner, self.shape.block_size
-        for draft in self.core.scheduler.planned:
-            if not draft.loads:
+        for draft in next(iter(self.core.scheduler.flights)).drafts.values():
+            if not draft.loads or draft.is_void:
                 continue
             truth = self._truth(draft.request.request_id)
             for place in range(draft.start // size - len(draft.loads), draft.start // size):
@@ -652,6 +725,9 @@ class Witness:
         for lease in self.core.leases:
             table = lease.table
             offset = table.num_computed_tokens % size
+            is_over = lease.state is not LeaseState.ACTIVE
+            if self.core.kv.is_in_flight(table) and (is_over or self.shape.is_eager):
+                continue  # A row of a turn that was cut reads what is beyond; or what follows is written already.
             if offset:
                 block = pool.blocks[table.block_ids[-1]]
                 is_own = block.ref_count == 1 and block.entry is None
@@ -664,6 +740,9 @@ class Witness:
         if pool.public.num_resident:
             return []  # What hangs on a public block goes with it.
         busy = {job.session.tenant for job in self.jobs.values()}
+        # Blocks without a token go when the step ends that had a row for somebody who has ended.
+        for flight in self.core.scheduler.flights:
+            busy |= {draft.request.tenant or "" for draft in flight.drafts.values()}
         floored = [account for account in pool.accounts if account.floor and account.tenant not in busy]
         leases: dict[str | None, list[int]] = {}
         if floored:

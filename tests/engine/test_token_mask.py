@@ -78,7 +78,7 @@ def test_every_place_where_a_token_can_stand_is_known() -> None:
         *("output_tokens_per_s", "num_running", "num_waiting", "tenants", "leases", "states", "owners", "tiers"),
         *("steps", "step_s", "model_s", "num_preemptions", "num_failed_steps", "integrity_errors", "num_swapped"),
         *("forget", "num_host_blocks", "num_disk_blocks"),
-        *("num_joins", "num_held", "num_tokens", "move_s", "code", "message", "exit_code"),
+        *("num_joins", "num_held", "num_tokens", "move_s", "num_oversized_steps", "code", "message", "exit_code"),
         *("num_answered", "is_suspect"),
     }
     messages = (*FrontMessage.__args__, *EngineMessage.__args__)

@@ -6,6 +6,7 @@ from seeded_fault import SIMULATION, fault
 
 SCHEDULER = "chatd/engine/scheduler.py"
 PLACEMENT = "chatd/engine/placement.py"
+FLIGHTS = "chatd/engine/flights.py"
 ROSTER = "chatd/engine/roster.py"
 ADMISSION = "chatd/engine/admission.py"
 LEDGER = "chatd/engine/ledger.py"
@@ -113,8 +114,8 @@ SCHEDULE_FAULTS = (
         "decodes do not count as rows of the step",
         "a step has more rows than its budget",
         PLACEMENT,
-        "self._config.max_num_batched_tokens - rows, seconds, least=1",
-        "self._config.max_num_batched_tokens, seconds, least=1",
+        "self._rows.limit - rows, seconds, least=1",
+        "self._rows.limit, seconds, least=1",
         SIMULATION + "[6-xxh3]",
         says="I12",
     ),
@@ -181,9 +182,9 @@ SCHEDULE_FAULTS = (
     fault(
         "a failed step is not discarded",
         "its blocks are lost, and what it wrote counts",
-        SCHEDULER,
-        "            self.kv.discard(draft.allocation)\n        self.moves.discard(drafts)\n",
-        "            pass\n        self.moves.discard(drafts)\n",
+        FLIGHTS,
+        "                self._kv.discard(draft.allocation)\n        return flight\n",
+        "                pass\n        return flight\n",
         SIMULATION + "[0-xxh3]",
     ),
     fault(

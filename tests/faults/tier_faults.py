@@ -46,8 +46,8 @@ TIER_FAULTS = (
         "a stored block is found at plan",
         "a slot is loaded, or written to the disk, before anything is in it",
         TIERS,
-        "        block.entry = entry\n        self._blocks[digest] = block\n",
-        "        block.entry = entry\n        self._blocks[digest] = block\n        self._make_ready(block)\n",
+        "        self._blocks[digest] = self._storing[slot] = block\n",
+        "        self._blocks[digest] = self._storing[slot] = block\n        self._make_ready(block)\n",
         TEST_TIERS + "a_stored_block_is_found_when_it_is_settled_and_not_before",
     ),
     fault(
