@@ -55,9 +55,12 @@ class Kept:
 
 
 class Recordable(Simulation):
-    """A simulation that changes the core by its calls alone: memory broken from outside is in no log."""
+    """A simulation that changes one core by its calls alone: memory broken from outside is in no log."""
 
     def _corrupt(self) -> bool:
+        return False
+
+    def _die(self) -> bool:
         return False
 
 
@@ -310,7 +313,7 @@ def logged(path: Path, seed: int = 4, num_steps: int = 150) -> Simulation:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(witness, "EngineCore", functools.partial(RecordingCore, make_writer=make_writer))
-        simulation = Simulation(seed)
+        simulation = Recordable(seed)
     simulation.run(num_steps)
     simulation.drain()
     simulation.core.close()
