@@ -365,6 +365,13 @@ class ResponseCancel(_Command, frozen=True, kw_only=True, tag="response.cancel")
     session: SessionId
 
 
+class Prefill(_Command, frozen=True, kw_only=True, tag="prefill"):
+    """Compute ahead what is being typed, in place of what was before; without `content` it is taken back."""
+
+    session: SessionId
+    content: str | None = None
+
+
 class PoolSubscribe(_Command, frozen=True, kw_only=True, tag="pool.subscribe"):
     """Receive the state of the block pool."""
 
@@ -397,6 +404,7 @@ Command = (
     | ResponseRegenerate
     | BranchSelect
     | ResponseCancel
+    | Prefill
     | PoolSubscribe
     | PoolUnsubscribe
     | Ping
@@ -671,6 +679,22 @@ class SessionTier(_Event, frozen=True, kw_only=True, tag="session.tier"):
     why: str
 
 
+class PrefillState(_Event, frozen=True, kw_only=True, tag="prefill.state", omit_defaults=True):
+    """Answers `prefill`, and comes again when what was typed last is computed; to that connection only.
+
+    Attributes:
+        session: Whose draft it is.
+        tokens: Of the draft, as far as they no longer change by what is typed next; 0 where there is none.
+        computed: Whether these are computed.
+        re: Of the command.
+    """
+
+    session: str
+    tokens: int
+    computed: bool
+    re: str | None = None
+
+
 class ClientAttached(_Event, frozen=True, kw_only=True, tag="client.attached"):
     """Somebody joined the session."""
 
@@ -826,6 +850,7 @@ Event = (
     | ResponseResumed
     | SessionUsage
     | SessionTier
+    | PrefillState
     | ClientAttached
     | ClientLeft
     | PoolSnapshot

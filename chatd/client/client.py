@@ -27,6 +27,7 @@ from chatd.client.session import Session, new_id
 from chatd.errors import ChatdError
 from chatd.protocol import (
     AttachRole,
+    ContextPolicy,
     Event,
     HistoryScope,
     Item,
@@ -87,6 +88,7 @@ class Client(Connection):
         params: Params | None = None,
         title: str | None = None,
         metadata: dict[str, str] | None = None,
+        context_policy: ContextPolicy | None = None,
     ) -> Session:
         """Open a session and attach to it as a writer."""
         command = SessionCreate(
@@ -96,6 +98,7 @@ class Client(Connection):
             params=params or Params(),
             title=title,
             metadata=metadata or {},
+            context_policy=context_policy,
         )
         return await self._created(command)
 
@@ -188,10 +191,20 @@ class Client(Connection):
         params: Params | None = None,
         archived: bool | None = None,
         pinned: bool | None = None,
+        metadata: dict[str, str] | None = None,
+        context_policy: ContextPolicy | None = None,
     ) -> SessionInfo:
         """Change what is named."""
         command = SessionUpdate(
-            id=new_id(), session=session, title=title, system=system, params=params, archived=archived, pinned=pinned
+            id=new_id(),
+            session=session,
+            title=title,
+            system=system,
+            params=params,
+            archived=archived,
+            pinned=pinned,
+            metadata=metadata,
+            context_policy=context_policy,
         )
         updated, _ = await self._ask(command, SessionUpdated)
         return updated.info

@@ -21,6 +21,8 @@ from chatd.protocol import (
     MessageEdit,
     OutputTextDelta,
     Params,
+    Prefill,
+    PrefillState,
     ResponseCancel,
     ResponseCompleted,
     ResponseCreated,
@@ -122,6 +124,15 @@ class Session:
         command = UserMessage(id=new_id(), session=self.id, content=content, params=params)
         added, _ = await self._connection._ask(command, ItemAdded, session=self.id)
         return added.item
+
+    async def prefill(self, content: str | None) -> PrefillState:
+        """Have what is being typed computed before it is sent; None takes it back.
+
+        Returns what is computed by now; `PrefillState` comes to those who follow when there is more.
+        """
+        command = Prefill(id=new_id(), session=self.id, content=content)
+        state, _ = await self._connection._ask(command, PrefillState, session=self.id)
+        return state
 
     async def cancel(self) -> None:
         """End the answer in progress and return when it has ended; what is there is kept."""

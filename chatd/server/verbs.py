@@ -28,6 +28,7 @@ from chatd.protocol import (
     PoolSubscribe,
     PoolUnsubscribe,
     PoolUnsubscribed,
+    Prefill,
     RateLimitsUpdated,
     ResponseCancel,
     ResponseCreated,
@@ -287,6 +288,17 @@ async def _response_cancel(connection: Connection, command: ResponseCancel) -> E
     return None
 
 
+async def _prefill(connection: Connection, command: Prefill) -> Event | None:
+    daemon = connection.daemon
+    session = daemon.manager.resolve(connection.owner, command.session)
+    quota = daemon.quota_of(connection.principal)
+    if command.content:
+        daemon.check_accepting()
+        quota.check_tokens()
+    daemon.manager.prefill(session, command.content, connection, charge=quota.charge, re=command.id)
+    return None
+
+
 async def _pool_subscribe(connection: Connection, command: PoolSubscribe) -> Event | None:
     daemon, principal = connection.daemon, connection.principal
 
@@ -326,6 +338,7 @@ VERBS: Mapping[type, Verb] = {
     ResponseRegenerate: Verb(Access.KEY, _response_regenerate, once=True),
     BranchSelect: Verb(Access.KEY, _branch_select, once=True),
     ResponseCancel: Verb(Access.KEY, _response_cancel),
+    Prefill: Verb(Access.KEY, _prefill),
     PoolSubscribe: Verb(Access.KEY, _pool_subscribe),
     PoolUnsubscribe: Verb(Access.KEY, _pool_unsubscribe),
     Ping: Verb(Access.KEY, _ping),

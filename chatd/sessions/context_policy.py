@@ -36,6 +36,9 @@ is computed again, so that has to last for some turns."""
 NEW_MESSAGE = ""
 """In place of the first new message's id, which it gets when it is added."""
 
+_CONTINUATIONS = ("", "a", " a", ".", "1")
+"""What may be typed after a draft: each makes other tokens of its end."""
+
 _NUM_COMPARED = 4
 _MAX_CUT = 16
 
@@ -153,6 +156,29 @@ class ContextMaker:
         """
         asked = _Asked(system, date, parent, messages, num_answered, max_tokens)
         return await asyncio.to_thread(self._prompt, policy, asked)
+
+    async def draft(
+        self, policy: ContextPolicy, system: str | None, parent: Node | None, content: str, *, date: Date
+    ) -> tuple[Node | None, list[int]]:
+        """Return the answer whose log a message that is being typed goes on from, and the ids that it will add to that.
+
+        Only those that stay whatever is typed next, and not the last of them: what is typed next may make another one
+        of it. Raises as `prompt`.
+        """
+        return await asyncio.to_thread(self._draft, policy, system, parent, content, date)
+
+    def _draft(
+        self, policy: ContextPolicy, system: str | None, parent: Node | None, content: str, date: Date
+    ) -> tuple[Node | None, list[int]]:
+        prompts = []
+        for rest in _CONTINUATIONS:
+            message = Message(role="user", content=content + rest)
+            prompts.append(self._prompt(policy, _Asked(system, date, parent, (message,), 0, None)))
+        first, *others = (prompt.ids for prompt in prompts)
+        length = min(map(len, others), default=len(first))
+        same = next((i for i in range(min(length, len(first))) if any(o[i] != first[i] for o in others)), length)
+        node = None if prompts[0].log_system else last_answer(parent)
+        return node, first[: max(0, same - 1)]
 
     def _prompt(self, policy: ContextPolicy, asked: _Asked) -> Prompt:
         model, parent = self._model(), asked.parent

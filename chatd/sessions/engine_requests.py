@@ -26,13 +26,14 @@ from chatd.engine.messages import (
     Retain,
     Submit,
     Tier,
+    Trim,
 )
 from chatd.engine.plan import RequestId
 from chatd.engine.sampling import SamplingParams
 from chatd.errors import Unavailable
 from chatd.sessions.conversation import Node, common_length, common_prefix, log_between, log_of
 from chatd.sessions.ports import EngineGateway
-from chatd.sessions.session import Session
+from chatd.sessions.session import Lease, Session
 from chatd.sessions.turn import Turn
 
 _log = logging.getLogger(__name__)
@@ -87,18 +88,17 @@ class EngineRequests:
         answer, lease = turn.answer, turn.session.lease
         assert answer is not None and answer.sampling is not None, "a turn without its answer is submitted"  # noqa: PT018
         if lease.epoch != self.epoch:
-            lease.epoch, lease.node, lease.num_tokens, lease.fork_of, lease.ahead = self.epoch, None, 0, None, None
-        if lease.ahead is not None:
-            # Not two requests on one lease; what was computed stays.
-            self._engine.send(Cancel(lease.ahead))
-            lease.ahead = None
+            _renew(lease, self.epoch)
+        self._stop_computing(lease)
         if whole:
             lease.num_tokens = 0
+            lease.draft_ids = []
         elif lease.fork_of is not None:
             source, at = lease.fork_of
             self._engine.send(Fork(source, lease.id, at))
         lease.fork_of = None
         base_len = min(common_prefix(lease.node, answer), lease.num_tokens)
+        base_len = self._use_draft(lease, base_len, answer)
         request = self._new_request()
         self._engine.send(
             Submit(
@@ -147,6 +147,79 @@ class EngineRequests:
         computation = Computation(tenant, lambda: log_of(node), on_done)
         # Until it has ended well, the lease counts as what it was: a submission may be refused.
         request = lease.ahead = self._compute(computation, lease.id, base_len, log_between(node, base_len))
+
+    def compute_draft(
+        self, session: Session, node: Node | None, ids: Sequence[int], on_done: Callable[[Done | None], None]
+    ) -> bool:
+        """Have the engine compute what is being typed, after the log up to `node`, in place of what it was before.
+
+        The session's next turn takes over what it has in common with it; the rest is forgotten then, as it is when the
+        draft changes.
+
+        Returns:
+            Whether the engine took it.
+        """
+        assert session.turn is None, "a draft is computed while the session is busy"
+        lease = session.lease
+        if lease.epoch != self.epoch:
+            _renew(lease, self.epoch)
+        if lease.fork_of is not None:
+            return False  # The first turn of a fork shares more than a draft would bring.
+        self._stop_computing(lease)
+        length = 0 if node is None else node.num_tokens
+        base_len = min(common_length(lease.node, node), lease.num_tokens)
+        log = [*log_between(node, base_len), *ids]
+        if base_len == lease.num_tokens == length:
+            num_equal = _num_equal(lease.draft_ids, log)
+            base_len, log = base_len + num_equal, log[num_equal:]
+        if lease.draft_ids and base_len < lease.num_tokens + len(lease.draft_ids):
+            self.tell(Trim(lease.id, base_len, forget=True))
+        if not log:
+            lease.draft_ids = list(ids)
+            return True
+
+        def on_end(done: Done | None) -> None:
+            if lease.ahead == request:
+                lease.ahead = None
+                if done is None or done.reason is FinishReason.FAILED:
+                    # Nothing of it was taken, or less was there than was thought.
+                    lease.draft_ids = []
+                    lease.num_tokens = 0 if done is None else min(lease.num_tokens, base_len)
+            on_done(done)
+
+        computation = Computation(session.owner.tenant, lambda: [*log_of(node), *ids], on_end)
+        request = self._compute(computation, lease.id, base_len, log)
+        if request is None:
+            return False
+        lease.ahead, lease.node, lease.num_tokens, lease.draft_ids = request, node, length, list(ids)
+        return True
+
+    def take_back_draft(self, session: Session) -> None:
+        """Have the engine forget what was being typed in an idle session, in every tier."""
+        lease = session.lease
+        if lease.draft_ids and lease.epoch == self.epoch:
+            self._stop_computing(lease)
+            self.tell(Trim(lease.id, lease.num_tokens, forget=True))
+        lease.draft_ids = []
+
+    def _use_draft(self, lease: Lease, base_len: int, answer: Node) -> int:
+        """Return how much of an answer's log the lease has with what was typed ahead, and give up the rest of that."""
+        if not lease.draft_ids:
+            return base_len
+        end = lease.num_tokens + len(lease.draft_ids)
+        if base_len == lease.num_tokens:
+            num_equal = _num_equal(lease.draft_ids, log_between(answer, base_len))
+            base_len = min(base_len + num_equal, answer.num_tokens - 1)
+        if base_len < end:
+            self.tell(Trim(lease.id, base_len, forget=True))
+        lease.draft_ids = []
+        return base_len
+
+    def _stop_computing(self, lease: Lease) -> None:
+        """Have the engine end what computes on a lease ahead of time; what was computed stays."""
+        if lease.ahead is not None:
+            self._engine.send(Cancel(lease.ahead))
+            lease.ahead = None
 
     def compute(self, lease: LeaseId, computation: Computation) -> RequestId | None:
         """Have the engine compute ids under a lease of their own; None where it takes nothing."""
@@ -256,14 +329,17 @@ class EngineRequests:
     def lose(self, session: Session) -> None:
         """Note that the engine has less of a lease than it was taken to hold."""
         session.lease.num_tokens = 0
+        session.lease.draft_ids = []
 
     def release(self, session: Session, new_lease: LeaseId) -> None:
         """Give up what the engine holds for an idle session; its next turn starts under a new lease."""
         assert session.turn is None, "a busy session's lease is released"
         lease = session.lease
+        self.take_back_draft(session)
         if self._is_known(session):
             self.tell(Release(lease.id))
-        lease.id, lease.node, lease.num_tokens, lease.fork_of, lease.ahead = new_lease, None, 0, None, None
+        _renew(lease, lease.epoch)
+        lease.id = new_lease
         session.latest.tier = Tier.TOKENS
         session.latest.blocks_held = session.latest.blocks_shared = 0
 
@@ -289,4 +365,17 @@ class EngineRequests:
     def _is_known(self, session: Session) -> bool:
         """Return whether this engine was told of a session's lease."""
         lease = session.lease
-        return lease.epoch == self.epoch and lease.node is not None and lease.fork_of is None
+        is_given = lease.node is not None or bool(lease.draft_ids)
+        return lease.epoch == self.epoch and is_given and lease.fork_of is None
+
+
+def _renew(lease: Lease, epoch: int) -> None:
+    """Note that an engine has nothing of a lease."""
+    lease.epoch, lease.node, lease.num_tokens, lease.fork_of, lease.ahead = epoch, None, 0, None, None
+    lease.draft_ids = []
+
+
+def _num_equal(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many ids two sequences begin with alike."""
+    length = min(len(a), len(b))
+    return next((i for i in range(length) if a[i] != b[i]), length)

@@ -42,6 +42,7 @@ from chatd.sessions.attachments import Attachments
 from chatd.sessions.choices import Choices
 from chatd.sessions.completion import Completion, CompletionDelta, CompletionRequest
 from chatd.sessions.conversation import Owner, Subscriber, log_of
+from chatd.sessions.drafts import Drafts, OnCharged
 from chatd.sessions.engine_events import EngineEvents, LeaseHolder, LeaseSessions, PoolListener
 from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.limits import SessionLimits
@@ -53,6 +54,7 @@ from chatd.sessions.session import Session, date_of
 from chatd.sessions.stateless import StatelessDoor
 from chatd.sessions.stats import SessionStats, TurnObserver
 from chatd.sessions.store import SessionStore
+from chatd.sessions.tokenizer import check_size
 from chatd.sessions.turn import Turn
 from chatd.sessions.turns import TurnRunner
 
@@ -131,6 +133,7 @@ class SessionManager:
         self._native = NativeDoor(
             self._runner, self._requests, self._store, self._attachments, limits, new_id=new_id, clock=clock
         )
+        self._drafts = Drafts(self._runner.contexts, self._requests, monotonic)
         self._door = StatelessDoor(self._runner, self._requests, self._store, limits, self.stats)
         self.public_prompts = PublicPrompts(
             encoder,
@@ -175,6 +178,7 @@ class SessionManager:
         finally:
             sweeper.cancel()
             await asyncio.gather(sweeper, return_exceptions=True)
+            await self._drafts.close()
 
     def on_engine_messages(self, batch: Sequence[EngineEvent]) -> None:
         """Take in what one read brought."""
@@ -286,10 +290,12 @@ class SessionManager:
 
     def detach(self, session: Session, subscriber: Subscriber) -> None:
         """Deliver no more of a session's events; an answer in progress goes on."""
+        self._drafts.take_back_of(subscriber, session)
         self._attachments.detach(session, subscriber)
 
     def detach_all(self, subscriber: Subscriber) -> None:
         """Detach a connection that is gone from everything."""
+        self._drafts.take_back_of(subscriber)
         self._attachments.detach_all(subscriber)
 
     async def update(
@@ -304,6 +310,8 @@ class SessionManager:
             RateLimited: `too_much_text`.
         """
         self._native.update(session, command, re=re, subscriber=subscriber)
+        if command.system is not None:
+            self._drafts.renew(session)
 
     async def close(self, session: Session, *, re: str | None = None, subscriber: Subscriber | None = None) -> None:
         """Release a session's KV and keep its text; an answer in progress is cancelled first. Everybody is detached.
@@ -314,8 +322,31 @@ class SessionManager:
             PermissionDenied: The sender is an observer.
         """
         await self._native.close(session, re=re, subscriber=subscriber)
+        self._drafts.forget(session)
 
     # Turns.
+
+    def prefill(
+        self,
+        session: Session,
+        content: str | None,
+        subscriber: Subscriber,
+        *,
+        charge: OnCharged = lambda _num_tokens: None,
+        re: str | None = None,
+    ) -> None:
+        """Have what a person types computed ahead, at the lowest priority; no content takes it back.
+
+        The latest counts, and nothing of it is kept anywhere. `prefill.state` goes to `subscriber`, with `re` now, and
+        again when it is computed; `charge` is told how many tokens that took.
+
+        Raises:
+            PermissionDenied: The sender is an observer.
+            Conflict: `not_attached`.
+            InvalidRequest: `content_too_large`.
+        """
+        check_size((content or "",), self.limits.max_content_bytes)
+        self._drafts.change(session, content or "", subscriber, charge, re)
 
     async def user_message(
         self,
@@ -339,6 +370,7 @@ class SessionManager:
             ContextLengthExceeded: It can never fit.
         """
         await self._native.user_message(session, command, subscriber, request_class)
+        self._drafts.forget(session)
 
     async def edit(
         self,
@@ -354,6 +386,7 @@ class SessionManager:
         (InvalidRequest).
         """
         await self._native.edit(session, command, subscriber, request_class)
+        self._drafts.renew(session)
 
     async def regenerate(
         self,
@@ -369,6 +402,7 @@ class SessionManager:
         sender. Raises as `user_message`; InvalidRequest too where there is nothing to answer.
         """
         await self._native.regenerate(session, command, subscriber, request_class)
+        self._drafts.renew(session)
 
     async def select_branch(
         self, session: Session, command: BranchSelect, subscriber: Subscriber | None = None
@@ -383,6 +417,7 @@ class SessionManager:
             PermissionDenied: The sender is an observer.
         """
         self._native.select_branch(session, command, subscriber)
+        self._drafts.renew(session)
 
     async def cancel(self, session: Session, subscriber: Subscriber | None = None) -> None:
         """End the answer in progress; `response.incomplete` follows, with what there is of it.
@@ -437,12 +472,15 @@ class SessionManager:
         session.updated_at = self._clock()
         if session.hidden:
             self._door.on_ended(turn, committed=committed)
-        elif session.num_attached:
-            self._requests.retain(session)
+        else:
+            if session.num_attached:
+                self._requests.retain(session)
+            self._drafts.resume(session)
 
     def sweep(self) -> None:
-        """Drop events that are too old to be replayed."""
+        """Drop events that are too old to be replayed, and drafts that nobody changes any more."""
         self._store.sweep()
+        self._drafts.sweep()
 
     async def _sweep_forever(self) -> None:
         while True:

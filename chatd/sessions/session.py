@@ -6,7 +6,7 @@ A session is only touched on the event loop. Its transcript events are numbered 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from sys import getsizeof
 
@@ -58,6 +58,7 @@ class Lease:
         num_tokens: Ids of the log that the engine has.
         fork_of: Set until the first submission: the lease to share with, and up to which token.
         ahead: The request that computes on it while no turn does.
+        draft_ids: Of what is being typed: ids that the engine has beyond the end of `node`; in no log.
     """
 
     id: LeaseId
@@ -66,6 +67,7 @@ class Lease:
     num_tokens: int = 0
     fork_of: tuple[LeaseId, int] | None = None
     ahead: RequestId | None = None
+    draft_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

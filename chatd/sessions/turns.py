@@ -65,7 +65,7 @@ class TurnRunner:
         self.is_ready = False
         self.observers: list[TurnObserver] = []
         self._encoder = encoder
-        self._contexts = ContextMaker(encoder, lambda: self.model)
+        self.contexts = ContextMaker(encoder, lambda: self.model)
         self._vocabulary = vocabulary
         self._limits = limits
         self._stats = stats
@@ -139,7 +139,7 @@ class TurnRunner:
         session.turn = turn
         self._num_by_owner[owner] += num_samples
         try:
-            prompt = await self._contexts.prompt(
+            prompt = await self.contexts.prompt(
                 session.context_policy,
                 session.conversation.system,
                 parent,

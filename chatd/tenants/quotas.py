@@ -114,6 +114,22 @@ class KeyQuota:
         if self._tokens is not None and num_tokens:
             self._tokens.take(self._clock(), float(num_tokens))
 
+    def check_tokens(self) -> None:
+        """Refuse what would be charged later and is no answer.
+
+        Raises:
+            RateLimited: The tokens are used up.
+        """
+        if self._tokens is not None:
+            self._refuse_above(
+                "tokens", self._tokens.wait_s(self._clock(), 1.0), self._limits.tokens_per_minute, "tokens_per_minute"
+            )
+
+    def charge(self, num_tokens: int) -> None:
+        """Charge tokens of no answer."""
+        if self._tokens is not None and num_tokens:
+            self._tokens.take(self._clock(), float(num_tokens))
+
     def state(self) -> list[LimitState]:
         """Return what is left of each limit there is."""
         now = self._clock()
