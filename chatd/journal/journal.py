@@ -35,7 +35,7 @@ from chatd.journal.records import (
     UsageRow,
 )
 from chatd.journal.schema import check_version, migrate
-from chatd.journal.storage_errors import storage_error
+from chatd.journal.storage_errors import DATABASE_ERRORS, storage_error
 from chatd.journal.tables import Tables
 from chatd.journal.writer import BUSY_S, JournalWriter
 
@@ -85,11 +85,13 @@ class Journal:
                 connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
                 connection.execute("PRAGMA journal_mode = WAL")
                 migrate(connection, place.database)
+                # What crashes left in the log is moved now, however short the daemons lived.
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
                 return cls(place, connection)
             except BaseException:
                 connection.close()
                 raise
-        except sqlite3.Error as error:
+        except DATABASE_ERRORS as error:
             place.close()
             raise ConfigError(
                 f"the journal in {directory} cannot be opened: {error} (journal.directory)",
@@ -217,7 +219,7 @@ class Journal:
         reader, thread = self._readers[name]
         try:
             return await asyncio.get_running_loop().run_in_executor(thread, read, reader)
-        except sqlite3.Error as error:
+        except DATABASE_ERRORS as error:
             raise storage_error(error, self.directory) from error
 
 

@@ -6,18 +6,21 @@ import logging
 import sqlite3
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from chatd.errors import DamagedRecord
 from chatd.journal.encoding import MessageRow, SessionRow, check, message_record, session_record, unpack_ids
 from chatd.journal.records import MessageRecord, SaveAnswer, SessionRecord, UsageRow
 from chatd.journal.search import candidates, has_words, words_of
+from chatd.journal.storage_errors import DATABASE_ERRORS
 
 _logger = logging.getLogger("chatd.journal")
 _SESSIONS = """
-    SELECT tenant, user, id, title, updated_at, pinned, head, details, checksum
+    SELECT sessions.pk, tenant, user, id, title, updated_at, pinned, head, details, checksum
     FROM sessions JOIN owners ON owners.pk = owner"""
 _MESSAGES = """
     SELECT members.position, members.message, members.checksum, messages.pk,
@@ -57,8 +60,13 @@ class JournalReader:
 
     def sessions(self) -> list[SessionRecord]:
         """Return every session that can be read, in the order in which they were made; others are logged."""
+        try:
+            rows = self._db.execute(f"{_SESSIONS} ORDER BY sessions.pk").fetchall()
+        except DATABASE_ERRORS as error:
+            _logger.error("the list of sessions is damaged: %s; what can be read of it is", error)
+            rows = self._rows_one_by_one()
         found = []
-        for tenant, user, *row in self._db.execute(f"{_SESSIONS} ORDER BY sessions.pk"):
+        for _, tenant, user, *row in rows:
             try:
                 found.append(session_record(tenant, user, SessionRow(*row)))
             except DamagedRecord as error:
@@ -71,8 +79,7 @@ class JournalReader:
         Raises:
             DamagedRecord: It is not what was written.
         """
-        row = self._db.execute(f"{_SESSIONS} WHERE id = ?", (session,)).fetchone()
-        return None if row is None else session_record(row[0], row[1], SessionRow(*row[2:]))
+        return self._find(session)[1]
 
     def in_flight(self) -> list[tuple[str, str]]:
         """Return (session id, message id) of every answer that has not ended."""
@@ -91,10 +98,9 @@ class JournalReader:
         Raises:
             DamagedRecord: One of them is not what was written.
         """
-        row = self._db.execute("SELECT pk FROM sessions WHERE id = ?", (session,)).fetchone()
-        if row is None:
+        session_pk, record_of_session = self._find(session)
+        if record_of_session is None:
             return []
-        (session_pk,) = row
         found: list[MessageRecord] = []
         known: set[str | None] = {None}
         self._db.execute("BEGIN")  # Messages and their tokens in flight are of one moment.
@@ -180,6 +186,25 @@ class JournalReader:
             )
             for tenant_of, key_id, day, requests, input_tokens, cached_tokens, output_tokens in rows
         ]
+
+    def _find(self, session: str) -> tuple[int, SessionRecord | None]:
+        """Return a session's number and record."""
+        row = self._db.execute(f"{_SESSIONS} WHERE id = ?", (session,)).fetchone()
+        if row is None:
+            return 0, None
+        record = session_record(row[1], row[2], SessionRow(*row[3:]))
+        if record.id != session:  # A damaged index leads to another one.
+            raise DamagedRecord(f"session {session} is damaged in the journal")
+        return row[0], record
+
+    def _rows_one_by_one(self) -> list[tuple[Any, ...]]:
+        """Return sessions' rows where the database is damaged in between."""
+        rows = []
+        (last,) = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'sessions'").fetchone() or (0,)
+        for pk in range(1, last + 1):
+            with suppress(*DATABASE_ERRORS):
+                rows += self._db.execute(f"{_SESSIONS} WHERE sessions.pk = ?", (pk,)).fetchall()
+        return rows
 
     def _add_tokens(self, message: int, ids: array[int]) -> None:
         """Put the tokens in flight of an answer behind those of its record."""
