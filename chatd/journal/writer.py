@@ -332,7 +332,8 @@ class JournalWriter:
         if self._scrub_state != "log":
             more = merge_index(self._db, is_first=self._scrub_state == "first")
             if not more:
-                self._db.execute(f"PRAGMA incremental_vacuum({_VACUUM_PAGES})").fetchall()
+                # As a script: `execute` would end it after its first page.
+                self._db.executescript(f"PRAGMA incremental_vacuum({_VACUUM_PAGES})")
             self._scrub_state = "merging" if more else "log"
             self._on_written(_PER_TRANSACTION_BYTES)
             return False
