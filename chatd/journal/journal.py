@@ -53,7 +53,7 @@ class Journal:
         directory: Where it is.
     """
 
-    def __init__(self, directory: JournalDirectory, writer_connection: sqlite3.Connection) -> None:
+    def __init__(self, directory: JournalDirectory) -> None:
         self.directory = directory.path
         self._directory = directory
         self._is_closed = False
@@ -62,7 +62,9 @@ class Journal:
             for name in ("reads", "searches")
         }
         self._checkpointer = Checkpointer(_connect(directory.database))
-        self._writer = JournalWriter(writer_connection, directory.path, on_written=self._checkpointer.note)
+        self._writer = JournalWriter(
+            lambda: _connect(directory.database), directory.path, on_written=self._checkpointer.note
+        )
 
     @classmethod
     def open(cls, directory: Path) -> Self:
@@ -87,10 +89,10 @@ class Journal:
                 migrate(connection, place.database)
                 # What crashes left in the log is moved now, however short the daemons lived.
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-                return cls(place, connection)
-            except BaseException:
+                # While this one is open, so that the last one to close does not take the log away.
+                return cls(place)
+            finally:
                 connection.close()
-                raise
         except DATABASE_ERRORS as error:
             place.close()
             raise ConfigError(
@@ -143,7 +145,7 @@ class Journal:
         Raises:
             StorageError: They are not.
         """
-        await self._writer.submit(lambda tables: None, 0)
+        await self._writer.flush()
 
     async def erase(self, session: str) -> Erased:
         """Remove a session as `EraseSession`, and return what was removed, when nothing of it is left in the files.

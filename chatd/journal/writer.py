@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeVar
 from chatd.errors import ChatdError, DamagedRecord, StorageError
 from chatd.journal.records import ID_TYPE
 from chatd.journal.search import merge_index
-from chatd.journal.storage_errors import storage_error
+from chatd.journal.storage_errors import primary_code, storage_error
 from chatd.journal.tables import Tables
 
 TOKENS_EVERY_S = 0.1
@@ -87,7 +87,8 @@ class JournalWriter:
     """The journal's only writer; the methods are for the event loop's thread, and none but `close` waits.
 
     Args:
-        connection: To a database of the newest schema, for this writer alone; `close` closes it.
+        connect: Returns a connection to a database of the newest schema; called now, and in the writer's thread where
+            the one before has failed: what a file's descriptor or a cache of pages has gone wrong by goes with it.
         directory: Named in errors.
         on_written: Called in the writer's thread after a transaction, with about how many bytes of log it took.
 
@@ -98,19 +99,19 @@ class JournalWriter:
 
     def __init__(
         self,
-        connection: sqlite3.Connection,
+        connect: Callable[[], sqlite3.Connection],
         directory: Path,
         *,
         on_written: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
         self.num_commits = self.num_transactions = 0
-        self._db = connection
+        self._connect = connect
         self._directory = directory
         self._on_written = on_written
-        self._tables = Tables(connection)
-        self._synchronous: Synchronous | None = None
+        self._use(connect())
         # What was erased, and who waits until nothing of it is left; the writer's thread alone has them.
         self._to_scrub: list[_Job] = []
+        self._tokens_error: StorageError | None = None
         self._scrub_state: Literal["done", "first", "merging", "log"] = "first" if self._tables.must_scrub() else "done"
         self._scrub_since = self._scrub_at = 0.0
 
@@ -164,12 +165,22 @@ class JournalWriter:
             last.add(message, start, ids)
             self._token_bytes += num_bytes
 
+    def flush(self) -> asyncio.Future[None]:
+        """Return the future of having written all tokens that were appended; as `submit`."""
+        return self.submit(lambda tables: self._check_tokens(), 0)
+
     def close(self) -> None:
         """Write what waits, and close the connection; what cannot be written fails."""
         with self._condition:
             self._is_closed = True
             self._condition.notify()
         self._thread.join()
+
+    def _use(self, connection: sqlite3.Connection) -> None:
+        self._db = connection
+        self._tables = Tables(connection)
+        self._synchronous: Synchronous | None = None
+        self._has_failed = False
 
     # In the writer's thread.
 
@@ -248,12 +259,17 @@ class JournalWriter:
         if isinstance(item, _Job):
             item.error = item.error or error
         else:
+            self._tokens_error = error
             self._keep_tokens(item)
 
     def _transaction(self, items: Sequence[_Job | _Tokens]) -> StorageError | None:
         """Do all in one transaction, or nothing; a job that is wrong fails alone."""
         num_bytes = _PER_TRANSACTION_BYTES
         try:
+            if self._has_failed:
+                with suppress(sqlite3.Error):
+                    self._db.close()
+                self._use(self._connect())
             self._set_synchronous("FULL" if any(isinstance(item, _Job) for item in items) else "NORMAL")
             self._db.execute("BEGIN IMMEDIATE")
             for item in items:
@@ -261,6 +277,7 @@ class JournalWriter:
                     num_bytes += item.num_bytes
                     self._do(item)
                 else:
+                    self._tokens_error = None
                     for message, start, ids in item.runs:
                         with suppress(DamagedRecord):  # Who reads the session is told.
                             self._tables.append_tokens(message, start, ids)
@@ -268,6 +285,7 @@ class JournalWriter:
         except Exception as error:
             # Whatever it is: this thread goes on, since everybody waits for it.
             self._roll_back()
+            self._has_failed = primary_code(error) != sqlite3.SQLITE_FULL
             return storage_error(error, self._directory)
         self.num_transactions += 1
         self._on_written(num_bytes)
@@ -300,8 +318,15 @@ class JournalWriter:
             self._db.execute(f"PRAGMA synchronous = {level}")
             self._synchronous = level
 
+    def _check_tokens(self) -> None:
+        if self._tokens_error is not None:
+            raise self._tokens_error
+
     def _keep_tokens(self, tokens: _Tokens) -> None:
-        """Try tokens again later: nobody waits for them, and they cannot be had again."""
+        """Try tokens again later: nobody waits for them, and they cannot be had again.
+
+        A change of their answer may come before them then, and they are what the answer has at their place as well.
+        """
         with self._condition:
             if not self._is_closed:
                 self._queue.appendleft(tokens)
