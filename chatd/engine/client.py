@@ -26,12 +26,12 @@ from typing import IO
 import msgspec
 
 from chatd.engine.engine_process import EngineProcess, ProcessEnd
+from chatd.engine.hang_watch import HangLimits, wait_for_hang, wait_for_ready
 from chatd.engine.messages import (
     EngineMessage,
     Fork,
     FrontMessage,
     Loading,
-    Ping,
     Pong,
     Ready,
     SetTenant,
@@ -49,11 +49,11 @@ MAX_UNSENT_BYTES = 64 * 2**20
 MAX_UNREAD_BATCHES = 1024
 """Batches kept for `batches`; beyond them the pipe is not read, and the engine stops when its own buffer is full."""
 
-HANG_TIMEOUT_S = 5.0
-"""Without a message for so long, and without using the CPU or waiting for it, the engine hangs."""
+HANG_TIMEOUT_S = 3.0
+"""Without a sign of life for so long, and without using the CPU or waiting for it, the engine hangs."""
 
-BUSY_TIMEOUT_S = 60.0
-"""Without a message for so long, although it computes, the engine hangs as well."""
+BUSY_TIMEOUT_S = 30.0
+"""Without one for so long, although it computes, the engine hangs as well; until then it is stalled."""
 
 START_HANG_TIMEOUT_S = 120.0
 """As `HANG_TIMEOUT_S`, for an engine that loads: it tells each phase, and works in all of them."""
@@ -69,19 +69,21 @@ MAX_BACKOFF_S = 30.0
 STABLE_AFTER_S = 60.0
 """An engine that served for so long is restarted without a longer pause than the first."""
 
-_TICKS = 5
-
 _log = logging.getLogger(__name__)
 
 
 class EngineState(StrEnum):
-    """Where the engine is in its life, as `/ready` tells it."""
+    """Where the engine is in its life, as `/ready` tells it; stalled, it takes messages and makes no progress."""
 
     STARTING = "starting"
     READY = "ready"
+    STALLED = "stalled"
     RESTARTING = "restarting"
     FAILED = "failed"
     CLOSED = "closed"
+
+
+_SERVING = (EngineState.READY, EngineState.STALLED)
 
 
 class EngineDied(msgspec.Struct, frozen=True):
@@ -108,9 +110,10 @@ class EngineClient:
         options: Given to each process.
         on_messages: Called in the loop with all that one read brought, in order; `batches` is for those without one.
         hang_timeout_s: See `HANG_TIMEOUT_S`.
+        busy_timeout_s: See `BUSY_TIMEOUT_S`.
         start_hang_timeout_s: See `START_HANG_TIMEOUT_S`.
         first_backoff_s: Pause before the first restart; doubled for each that follows at once.
-        command: What is run; it gets the descriptor of its end of the pipe as its last argument.
+        command: What is run; its last two arguments are the descriptors of its end of the pipe, and of its pulse.
         stderr: Where the engine's log goes; the front's own stderr where None.
     """
 
@@ -120,6 +123,7 @@ class EngineClient:
         *,
         on_messages: OnMessages | None = None,
         hang_timeout_s: float = HANG_TIMEOUT_S,
+        busy_timeout_s: float = BUSY_TIMEOUT_S,
         start_hang_timeout_s: float = START_HANG_TIMEOUT_S,
         first_backoff_s: float = FIRST_BACKOFF_S,
         command: Sequence[str] = (sys.executable, "-P", "-m", "chatd.engine.process"),
@@ -127,8 +131,8 @@ class EngineClient:
     ) -> None:
         self._options = options
         self._on_messages = on_messages or self._keep_batch
-        self._hang_timeout_s = hang_timeout_s
-        self._start_hang_timeout_s = start_hang_timeout_s
+        self._limits = HangLimits(hang_timeout_s, busy_timeout_s, busy_share=0.1)
+        self._start_limits = HangLimits(start_hang_timeout_s, START_BUSY_TIMEOUT_S, busy_share=0.01)
         self._first_backoff_s = first_backoff_s
         self._command = tuple(command)
         self._stderr = stderr
@@ -142,7 +146,7 @@ class EngineClient:
         self._started: asyncio.Future[Ready] | None = None
         self._on_progress: OnProgress | None = None
         self._watch_pool: WatchPool | None = None
-        self._limits: dict[str, SetTenant] = {}
+        self._shares: dict[str, SetTenant] = {}
         self._unread: deque[list[EngineEvent]] = deque()
         self._unread_changed = asyncio.Event()
 
@@ -208,9 +212,9 @@ class EngineClient:
         if isinstance(message, WatchPool):
             self._watch_pool = message
         elif isinstance(message, SetTenant):
-            self._limits[message.tenant] = message
+            self._shares[message.tenant] = message
         process = self._process
-        if self._state is not EngineState.READY or process is None:
+        if self._state not in _SERVING or process is None:
             if isinstance(message, Submit | Fork):
                 raise Unavailable(
                     f"the engine is {self._state} ({self._phase})", code="engine_unavailable", retry_after_ms=1000
@@ -297,7 +301,7 @@ class EngineClient:
             if process.ready.done():
                 ready_at = loop.time()
             await asyncio.shield(process.closed)
-            if self._state is EngineState.READY:
+            if self._state in _SERVING:
                 self._state = EngineState.RESTARTING
         finally:
             watch.cancel()
@@ -323,8 +327,8 @@ class EngineClient:
                     self._report("ready", 1.0)
                     if self._watch_pool is not None:
                         process.send(encode(self._watch_pool))
-                    for limits in sorted(self._limits.values(), key=self._raised_floor):
-                        process.send(encode(limits))
+                    for share in sorted(self._shares.values(), key=self._raised_floor):
+                        process.send(encode(share))
                     if self._started is not None and not self._started.done():
                         self._started.set_result(message)
             events.append(message)
@@ -341,49 +345,22 @@ class EngineClient:
 
     async def _watch(self, process: EngineProcess) -> None:
         """Kill a process that hangs, while it loads or later."""
-        silent_s = await self._wait_for_hang(process, self._start_hang_timeout_s, START_BUSY_TIMEOUT_S, 0.01)
+        silent_s = await wait_for_ready(process, self._start_limits)
         if silent_s is not None:
             await process.kill_hung(f"its start made no progress for {silent_s:.1f} s after {self._phase!r}")
             return
-        silent_s = await self._wait_for_hang(process, self._hang_timeout_s, BUSY_TIMEOUT_S, 0.1)
-        await process.kill_hung(f"no sign of life for {silent_s:.1f} s")
+        reason = await wait_for_hang(process, self._limits, self._on_stall)
+        # Nothing is sent to it any more, and whoever asks is told before it is gone.
+        self._state = EngineState.RESTARTING
+        self._report(f"restarting: {reason}", 0.0)
+        await process.kill_hung(reason)
 
-    async def _wait_for_hang(
-        self, process: EngineProcess, quiet_s: float, busy_s: float, busy_share: float
-    ) -> float | None:
-        """Return how long a process was silent once that is too long, or None once one that loads is ready.
-
-        Silent ticks are counted, not seconds, so that a machine that slept does not look like an engine that hangs.
-
-        Args:
-            process: Which.
-            quiet_s: Longest silence of a process that does nothing.
-            busy_s: Of one that computes.
-            busy_share: Part of the silence that must be CPU time of a process that computes.
-        """
-        is_loading = not process.ready.done()
-        tick_s = quiet_s / _TICKS
-        num_silent = 0
-        cpu_s = process.cpu_s()
-        while True:
-            process.heard = False
-            if is_loading:
-                await asyncio.wait((process.ready,), timeout=tick_s)
-                if process.ready.done():
-                    return None
-            else:
-                process.send(encode(Ping(num_silent)))
-                await asyncio.sleep(tick_s)
-            if process.heard or process.is_paused:
-                num_silent = 0
-                continue
-            if num_silent == 0:
-                cpu_s = process.cpu_s()
-            num_silent += 1
-            if num_silent < _TICKS:
-                continue
-            is_busy = process.is_runnable() or process.cpu_s() - cpu_s > busy_share * quiet_s
-            if not is_busy or num_silent * tick_s >= busy_s:
-                return num_silent * tick_s
-            if num_silent % _TICKS == 0:
-                cpu_s = process.cpu_s()
+    def _on_stall(self, reason: str | None) -> None:
+        """Note that the process makes no progress, or does again."""
+        if reason is None:
+            self._state = EngineState.READY
+            self._report("ready", 1.0)
+            return
+        self._state = EngineState.STALLED
+        self._report(reason, 0.0)
+        _log.warning("the engine stalls: %s", reason)

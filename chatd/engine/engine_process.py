@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from chatd.engine.cgroup import available_cpus
 from chatd.engine.messages import EngineMessage, Ready, StartFailed, decode_engine
 from chatd.engine.options import STACKS_SIGNAL, EngineOptions, encode_options
 from chatd.engine.pipe import FrameError, FrameReader
+from chatd.engine.pulse import Pulse, create_page
 from chatd.errors import ConfigError, EnvironmentProblem, ModelError, StartupError
 
 _EXIT_CLASSES: dict[int, type[StartupError]] = {
@@ -58,14 +60,16 @@ class EngineProcess(asyncio.Protocol):
         ready: Set when it serves.
         closed: Set when its end of the pipe is gone.
         heard: Set by each read; whoever watches clears it.
+        pulse: What the process says of itself without a message.
     """
 
-    def __init__(self, on_batch: Callable[[EngineProcess, list[EngineMessage]], None]) -> None:
+    def __init__(self, on_batch: Callable[[EngineProcess, list[EngineMessage]], None], pulse: Pulse) -> None:
         loop = asyncio.get_running_loop()
         self.process: asyncio.subprocess.Process
         self.ready: asyncio.Future[None] = loop.create_future()
         self.closed: asyncio.Future[None] = loop.create_future()
         self.heard = False
+        self.pulse = pulse
         self._on_batch = on_batch
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
@@ -85,13 +89,15 @@ class EngineProcess(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        connection = cls(on_batch)
+        page = create_page()
+        connection = cls(on_batch, Pulse(page))
         try:
             await loop.create_connection(lambda: connection, sock=ours)
             connection.process = await asyncio.create_subprocess_exec(
                 *command,
                 str(theirs.fileno()),
-                pass_fds=(theirs.fileno(),),
+                str(page),
+                pass_fds=(theirs.fileno(), page),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=stderr,
@@ -106,6 +112,7 @@ class EngineProcess(asyncio.Protocol):
             raise
         finally:
             theirs.close()
+            os.close(page)
         connection.send(encode_options(options))
         return connection
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from chatd.engine.messages import EngineMessage, FrontMessage, Ping, Pong, PoolFrame, decode_front, encode
 from chatd.engine.pipe import EnginePipe
+from chatd.engine.pulse import Pulse
 
 if TYPE_CHECKING:
     from chatd.engine.core import EngineCore
@@ -74,12 +75,16 @@ class EngineLoop:
         core: The engine.
         pipe: To the front.
         clock: Seconds; the core's `now`.
+        pulse: Told of each turn.
     """
 
-    def __init__(self, core: Core | EngineCore, pipe: EnginePipe, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, core: Core | EngineCore, pipe: EnginePipe, clock: Callable[[], float], pulse: Pulse | None = None
+    ) -> None:
         self._core = core
         self._pipe = pipe
         self._clock = clock
+        self._pulse = pulse
         self._idle_since: float | None = None
         self._must_collect = False
 
@@ -102,6 +107,8 @@ class EngineLoop:
     def turn(self, bodies: Sequence[bytes]) -> float | None:
         """Do everything that can be done now, and return how long to wait for more; None is for ever."""
         core = self._core
+        if self._pulse is not None:
+            self._pulse.begin_turn()
         messages: list[EngineMessage] = []
         for body in bodies:
             message = decode_front(body)

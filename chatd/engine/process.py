@@ -1,4 +1,4 @@
-"""The engine's process: `python -m chatd.engine.process FD`, started by `engine.client` with one end of a socket pair.
+"""The engine's process: `python -m chatd.engine.process PIPE PULSE`, started by `engine.client` with two descriptors.
 
 ```
 options arrive → phases of start-up go out → Ready → loop: take what has arrived, step, send
@@ -30,6 +30,7 @@ from chatd.engine.loop import EngineLoop
 from chatd.engine.messages import Loading, StartFailed, encode
 from chatd.engine.options import STACKS_SIGNAL, EngineOptions, decode_options
 from chatd.engine.pipe import EnginePipe, FrameError, PipeClosed
+from chatd.engine.pulse import Pulse
 from chatd.errors import EnvironmentProblem, StartupError
 
 if TYPE_CHECKING:
@@ -50,13 +51,14 @@ _IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 def main(arguments: list[str]) -> int:
-    """Serve over the descriptor that is the first argument, and return the exit code."""
+    """Serve over the descriptor that is the first argument, with a pulse on the second, and return the exit code."""
     for name in _IGNORED_SIGNALS:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     if hasattr(faulthandler, "register"):
         faulthandler.register(STACKS_SIGNAL)
     pipe = EnginePipe(socket.socket(fileno=int(arguments[0])))
+    pulse = Pulse(int(arguments[1]))
     threading.Thread(target=_exit_without_front, args=(pipe.fileno(),), daemon=True).start()
     try:
         bodies: list[bytes] = []
@@ -67,8 +69,9 @@ def main(arguments: list[str]) -> int:
         core = _start(options, pipe)
         if isinstance(core, int):
             return core
+        core.scheduler.on_planned = pulse.expect
         with contextlib.closing(core):
-            EngineLoop(core, pipe, time.monotonic).run(bodies)
+            EngineLoop(core, pipe, time.monotonic, pulse).run(bodies)
     except PipeClosed:
         return 0
     except (FrameError, msgspec.DecodeError):

@@ -45,6 +45,8 @@ class Scheduler:
 
     Attributes:
         roster: The requests; its parts have the same names here.
+        on_planned: Called with the seconds that a step should take which was just planned; for whoever watches over
+            the engine.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Scheduler:
         self.flights = roster.flights
         self.rows = roster.rows
         self._drafts = roster.drafts
+        self.on_planned: Callable[[float], None] | None = None
         self._last_step_s = 0.0
 
     @property
@@ -252,6 +255,10 @@ class Scheduler:
                     roster.note("run", draft.request, draft.start, draft.num_tokens)
             for move in stores:
                 roster.note("store", None, move.block_id, move.slot)
+        if self.on_planned is not None:
+            rows = sum(draft.num_tokens for draft in self._drafts.values())
+            pairs = sum(num_pairs(draft.start, draft.num_tokens) for draft in self._drafts.values())
+            self.on_planned(self.cost.parameters.step_s(rows, pairs))
         plan = build_plan(roster.step, self._drafts.values(), self.config.block_size, stores)
         self.flights.begin(Flight(plan, dict(self._drafts), planned))
         self._drafts.clear()

@@ -38,7 +38,7 @@ class Readiness:
     """What `/ready` says.
 
     Attributes:
-        status: "ready", "starting", "restarting", "draining" or "failed".
+        status: "ready", "starting", "stalled", "restarting", "draining" or "failed".
         phase: What it is doing.
         progress: Of that, from 0 to 1.
     """

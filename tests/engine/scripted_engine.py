@@ -1,12 +1,15 @@
 """A process that speaks the engine's side of the pipe and does what its model's name says."""
 
+import ctypes
 import os
+import re
 import select
 import sys
 import time
 
 from chatd.engine.messages import (
     Cancel,
+    Fork,
     Loading,
     Ping,
     Pong,
@@ -23,12 +26,16 @@ from chatd.engine.messages import (
 )
 from chatd.engine.options import decode_options
 from chatd.engine.pipe import EnginePipe, PipeClosed
+from chatd.engine.pulse import Pulse
+
+STUCK = ("waits", "spins", "waits with the lock", "spins with the lock", "works long")
 
 
 def main():
     import socket
 
     pipe = EnginePipe(socket.socket(fileno=int(sys.argv[1])))
+    pulse = Pulse(int(sys.argv[2]))
     bodies = []
     while not bodies:
         bodies = pipe.receive(None)
@@ -51,7 +58,9 @@ def main():
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
     pipe.send([encode(Ready(os.getpid(), 16, threads, 1, 1, options.quantization, []))])
     while True:
-        for body in bodies or pipe.receive(None):
+        received = bodies or pipe.receive(None)
+        pulse.begin_turn()
+        for body in received:
             match decode_front(body):
                 case Ping(nonce):
                     pipe.send([encode(Pong(nonce))])
@@ -64,6 +73,10 @@ def main():
                     pipe.send(deltas)
                 case Cancel():
                     os._exit(7)
+                case Fork(at=how):
+                    pulse.expect(0.02)
+                    get_stuck(STUCK[how], pulse)
+                    pipe.send([encode(Loading("went on", 1.0))])
                 case Release():
                     pipe.send([b"\x00\x00\x00\x01\xc1"])
                 case WatchPool(interval_s):
@@ -74,6 +87,25 @@ def main():
                             pass
                         pipe.send([encode(Loading("was busy", 1.0))])
         bodies = []
+
+
+def get_stuck(how, pulse):
+    """Be in a step that does not end, or in one that is long and was said to be."""
+    match how:
+        case "waits":
+            select.select([], [], [])
+        case "spins":
+            while True:
+                pass
+        case "waits with the lock":
+            ctypes.PyDLL(None).pause()
+        case "spins with the lock":
+            re.match("(a+)+b", "a" * 60)
+        case "works long":
+            pulse.expect(5.0)
+            end = time.monotonic() + 2.0
+            while time.monotonic() < end:
+                pass
 
 
 if __name__ == "__main__":

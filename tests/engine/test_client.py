@@ -12,12 +12,13 @@ import pytest
 
 from chatd.engine import client as client_module
 from chatd.engine.client import EngineClient, EngineDied, EngineState
-from chatd.engine.messages import Cancel, Loading, Ready, Release, SetTenant, Submit, Tokens, WatchPool
+from chatd.engine.messages import Cancel, Fork, Loading, Ready, Release, SetTenant, Submit, Tokens, WatchPool
 from chatd.engine.options import EngineOptions, TenantShare
 from chatd.engine.sampling import SamplingParams
 from chatd.errors import EnvironmentProblem, Unavailable
 
 SCRIPT = Path(__file__).parent / "scripted_engine.py"
+STUCK = ("waits", "spins", "waits with the lock", "spins with the lock", "works long")  # As the script has them.
 TIMEOUT_S = 20.0
 
 
@@ -224,12 +225,54 @@ async def test_starts_that_always_hang_are_a_startup_error(tmp_path):
     assert len(list(tmp_path.iterdir())) == client_module.MAX_HUNG_STARTS
 
 
-async def test_a_long_step_that_uses_the_cpu_is_no_hang():
-    async with engine(hang_timeout_s=0.5) as (client, inbox):
-        await client.start()
+async def test_a_step_that_was_said_to_be_long_is_no_hang_and_no_stall():
+    phases = []
+    async with engine(hang_timeout_s=0.4, busy_timeout_s=0.8) as (client, inbox):
+        await client.start(lambda phase, progress: phases.append(phase))
+        client.send(Fork(1, 2, STUCK.index("works long")))
+        await inbox.wait_for(is_a(Loading, phase="went on"))
+        assert client.num_restarts == 0
+        assert phases == ["weights", "ready", "went on"]
+
+
+async def test_an_engine_that_is_busy_and_silent_stalls_and_goes_on():
+    states = []
+    async with engine(hang_timeout_s=0.4) as (client, inbox):
+        await client.start(lambda phase, progress: states.append((client.state, phase)))
         client.send(WatchPool(5.0))
         await inbox.wait_for(is_a(Loading, phase="was busy"))
+        async with asyncio.timeout(TIMEOUT_S):
+            while client.state is not EngineState.READY:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         assert client.num_restarts == 0
+    assert (EngineState.STALLED, "no progress for 0.4 s") in states
+
+
+@pytest.mark.parametrize("how", STUCK[:4])
+async def test_a_step_without_an_end_is_seen_and_its_engine_replaced(how):
+    seen = []
+    async with engine(hang_timeout_s=0.4, busy_timeout_s=0.8) as (client, inbox):
+        first = await client.start(lambda phase, progress: seen.append((client.state, phase)))
+        client.send(Fork(1, 2, STUCK.index(how)))
+        died = await inbox.wait_for(is_a(EngineDied))
+        seconds = 0.8 if "spins" in how else 0.4
+        assert died.reason.startswith(f"no sign of life for {seconds} s, in a step that should take 0.02 s")
+        await inbox.wait_for(lambda m: isinstance(m, Ready) and m.num_blocks != first.num_blocks)
+    stalled = (EngineState.STALLED, "no progress for 0.4 s, in a step that should take 0.02 s")
+    assert (stalled in seen) == ("spins" in how)
+    # It is said before the process is gone.
+    assert (EngineState.RESTARTING, f"restarting: {died.reason}") in seen
+
+
+async def test_what_is_sent_to_a_stalled_engine_waits_for_it():
+    async with engine(hang_timeout_s=0.3) as (client, inbox):
+        await client.start()
+        client.send(WatchPool(5.0))
+        async with asyncio.timeout(TIMEOUT_S):
+            while client.state is not EngineState.STALLED:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        client.send(submit(1, 2))
+        await inbox.wait_for(is_a(Tokens, step=1))
 
 
 async def test_the_pool_is_watched_again_after_a_restart():

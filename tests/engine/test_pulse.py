@@ -1,0 +1,21 @@
+"""The page on which an engine says what it is doing."""
+
+import os
+
+from chatd.engine.pulse import Pulse, Reading, create_page
+
+
+def test_what_one_side_says_the_other_sees():
+    page = create_page()
+    engine, front = Pulse(page), Pulse(page)
+    os.close(page)
+    assert front.read() == Reading(0, 0.0)
+    engine.begin_turn()
+    engine.expect(0.25)
+    assert front.read() == Reading(1, 0.25)
+    # What is expected is of this turn only.
+    engine.begin_turn()
+    assert front.read() == Reading(2, 0.0)
+    engine.close()
+    assert front.read() == Reading(2, 0.0)
+    front.close()
