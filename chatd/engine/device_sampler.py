@@ -1,17 +1,25 @@
 """From logits to tokens on a GPU: what is drawn stays there for the next step, and reaches the host when waited for.
 
-The tokens are those that `engine.sampler` draws of the same logits.
+The tokens are those that `engine.sampler` draws of the same logits, within the limits that `chatd_kernels.sampling`
+states. Parameters, histories and the draws' numbers are on the device and go on there by themselves, so that a step
+whose requests are those of the step before sends nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
+import numpy as np
 import torch
 
-from chatd.engine.plan import RequestId, SampleSpec
-from chatd.engine.sampler import Sampled, Sampler
+from chatd.engine.plan import RequestId, SampleSpec, TokenLogprobs
+from chatd.engine.sampler import Sampled
+from chatd.engine.sampling_slots import SamplingSlots, SlotChanges, is_plain
+from chatd_kernels.gpu_device import StreamMark, pinned, upload
+from chatd_kernels.sampling import sample_rows
+from chatd_kernels.sampling.state import MAX_LIKELIEST, allocate_sampling_state
+
+Specs = Sequence[tuple[RequestId, SampleSpec]]
 
 
 class SampledInFlight:
@@ -24,14 +32,40 @@ class SampledInFlight:
         rows: The place in `tokens` of each request.
     """
 
-    def __init__(self, tokens: torch.Tensor, rows: dict[RequestId, int], sampled: Sampled) -> None:
+    def __init__(
+        self, tokens: torch.Tensor, specs: Specs, vocab_size: int, host: _HostCopy | None, free: list[_HostCopy]
+    ) -> None:
         self.tokens = tokens
-        self.rows = rows
-        self._sampled = sampled
+        self.rows: dict[RequestId, int] = {request_id: row for row, (request_id, _) in enumerate(specs)}
+        self._specs = specs
+        self._vocab_size = vocab_size
+        self._host = host
+        self._free = free
+        self._sampled: Sampled | None = None
 
     def result(self) -> Sampled:
         """Wait until they are on the host, and return them."""
+        if self._sampled is None:
+            self._sampled = Sampled()
+            if self._host is not None:
+                host, self._host = self._host, None
+                host.wait()
+                self._read(self._sampled, host)
+                self._free.append(host)
         return self._sampled
+
+    def _read(self, sampled: Sampled, host: _HostCopy) -> None:
+        tokens, num_bad = host.drawn.tolist()
+        for row, (request_id, spec) in enumerate(self._specs):
+            if num_bad[row]:
+                sampled.failed[request_id] = f"{num_bad[row]} of {self._vocab_size} logits are not finite"
+            elif spec.num_candidates:
+                sampled.candidates[request_id] = host.likeliest_of(row, min(spec.num_candidates, self._vocab_size))
+            else:
+                sampled.tokens[request_id] = tokens[row]
+                if spec.params.logprobs is not None:
+                    top = host.likeliest_of(row, min(spec.params.logprobs, self._vocab_size))
+                    sampled.logprobs[request_id] = TokenLogprobs(float(host.logprobs[row, 0]), tuple(top))
 
 
 class DeviceSampler:
@@ -41,32 +75,102 @@ class DeviceSampler:
         vocab_size: Columns of the logits.
         max_num_rows: Requests that may draw in one step.
         device: Of the logits.
+
+    Raises:
+        ValueError: The vocabulary is too large for the kernels.
     """
 
     def __init__(self, vocab_size: int, max_num_rows: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
-        self._max_num_rows = max_num_rows
-        self._sampler = Sampler()
-        self._last: dict[RequestId, int] = {}
-        self._tokens = torch.zeros(max_num_rows, dtype=torch.int64, device=device)
+        self._device = device
+        self._state = allocate_sampling_state(vocab_size, max_num_rows, max_num_rows, device)
+        self._slots = SamplingSlots(max_num_rows, max_num_rows, vocab_size)
+        self._free: list[_HostCopy] = []
 
-    def sample(self, logits: torch.Tensor, specs: Sequence[tuple[RequestId, SampleSpec]]) -> SampledInFlight:
+    def sample(self, logits: torch.Tensor, specs: Specs) -> SampledInFlight:
         """Draw one token for each row, without waiting for the device.
 
         Args:
             logits: `[num_rows, vocab_size]`, contiguous, float32, float16 or bfloat16; not changed. Rows beyond those
                 of `specs` pad a bucket, and are not looked at.
-            specs: Whose each row is, and how it is drawn; at most `max_num_rows`, each request once.
+            specs: Whose each row is, and how it is drawn; at most `max_num_rows`, each request once. Their ids are
+                read before this returns.
         """
-        whole = [(request_id, self._with_pending(request_id, spec)) for request_id, spec in specs]
-        sampled = self._sampler.sample(logits[: len(specs)].float().cpu(), whole)
-        self._last = dict(sampled.tokens)
-        drawn = [sampled.tokens.get(request_id, 0) for request_id, _ in specs]
-        self._tokens[: len(specs)] = torch.tensor(drawn, dtype=torch.int64)
-        rows = {request_id: row for row, (request_id, _) in enumerate(specs)}
-        return SampledInFlight(self._tokens[: len(specs)], rows, sampled)
+        num_rows, state = len(specs), self._state
+        tokens = state.drawn[0, :num_rows]
+        if not specs:
+            return SampledInFlight(tokens, specs, state.vocab_size, None, self._free)
+        if all(is_plain(spec) for _, spec in specs):
+            sample_rows(logits, state, num_rows, is_plain=True)
+            has_lists = False
+        else:
+            params = [spec.params for _, spec in specs]
+            drawing = [p for p in params if not p.is_greedy]
+            has_lists = any(
+                spec.num_candidates or given.logprobs is not None
+                for (_, spec), given in zip(specs, params, strict=True)
+            )
+            most = max(max(spec.num_candidates, spec.params.logprobs or 0) for _, spec in specs)
+            try:
+                self._send(self._slots.place(specs))
+                sample_rows(
+                    logits,
+                    state,
+                    num_rows,
+                    has_draws=bool(drawing),
+                    has_edges=any(p.top_k or p.top_p < 1.0 for p in drawing),
+                    num_likeliest=max(1, min(most, state.vocab_size)) if has_lists else 0,
+                )
+            except Exception:
+                # Some of it may have been done.
+                self._slots.forget()
+                raise
+        host = self._free.pop() if self._free else _HostCopy(state.max_num_rows, self._device)
+        host.drawn.copy_(state.drawn, non_blocking=True)
+        if has_lists:
+            host.likeliest[:num_rows].copy_(state.likeliest[:num_rows], non_blocking=True)
+            host.logprobs[:num_rows].copy_(state.logprobs[:num_rows], non_blocking=True)
+        host.mark = StreamMark(self._device)
+        return SampledInFlight(tokens, specs, state.vocab_size, host, self._free)
 
-    def _with_pending(self, request_id: RequestId, spec: SampleSpec) -> SampleSpec:
-        if not spec.params.needs_history or len(spec.output_ids) == spec.output_position:
-            return spec
-        return msgspec.structs.replace(spec, output_ids=[*spec.output_ids, self._last[request_id]])
+    def forget(self) -> None:
+        """Take nothing as known of what the device keeps, since a step of it may not have run."""
+        self._slots.forget()
+
+    def _send(self, changes: SlotChanges) -> None:
+        state = self._state
+        if changes.row_slots is not None:
+            upload(torch.from_numpy(changes.row_slots), state.row_slots)
+        if changes.slots:
+            fields = torch.from_numpy(np.stack(changes.fields))
+            here = upload(fields, torch.empty_like(fields, device=self._device))
+            index = torch.tensor(changes.slots, dtype=torch.int64)
+            state.table.index_copy_(0, upload(index, torch.empty_like(index, device=self._device)), here)
+        for slot, words in changes.words:
+            upload(torch.from_numpy(words), state.words[slot])
+        for slot, biases in changes.biases:
+            upload(torch.from_numpy(biases), state.biases[slot])
+
+
+class _HostCopy:
+    """What the host gets of a step; used again by a later one.
+
+    Attributes:
+        drawn: As `SamplingState.drawn`; so are the next two.
+        mark: After the copies.
+    """
+
+    def __init__(self, max_num_rows: int, device: torch.device) -> None:
+        self.drawn = pinned((2, max_num_rows), torch.int64, device)
+        self.likeliest = pinned((max_num_rows, MAX_LIKELIEST), torch.int32, device)
+        self.logprobs = pinned((max_num_rows, 1 + MAX_LIKELIEST), torch.float32, device)
+        self.mark: StreamMark | None = None
+
+    def wait(self) -> None:
+        """Wait for the copies."""
+        assert self.mark is not None, "nothing is being copied"
+        self.mark.wait()
+
+    def likeliest_of(self, row: int, count: int) -> list[tuple[int, float]]:
+        """The first tokens of a row's list, with their log probabilities."""
+        ids, logprobs = self.likeliest[row, :count].tolist(), self.logprobs[row, 1 : 1 + count].tolist()
+        return list(zip(ids, logprobs, strict=True))

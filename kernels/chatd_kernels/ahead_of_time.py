@@ -35,6 +35,8 @@ from chatd_kernels.paged_attention.gpu_kernels import merge_splits
 from chatd_kernels.paged_attention.gpu_schedule import GpuAttentionMetadata, build_tiles, tile_shapes
 from chatd_kernels.rms_norm import gpu as rms_norm
 from chatd_kernels.rope_kv_write import gpu as rope_kv_write
+from chatd_kernels.sampling import gpu as sampling
+from chatd_kernels.sampling.state import allocate_sampling_state
 from chatd_kernels.silu_mul import gpu as silu_mul
 
 _META = torch.device("meta")
@@ -168,6 +170,8 @@ def _launches(
         for name, size in shape.products.items():
             yield from _product_launches(f"product, {weight_format}, {name}", size, dtype, facts, is_fixed)
 
+    yield from _sampling_launches(rows(8, shape.vocab_size, of=torch.float32))
+
     cache = allocate_kv_cache(
         64, shape.num_layers, shape.num_kv_heads, block_size, shape.head_dim, kv_dtype, _META, key_group=1
     )
@@ -227,6 +231,18 @@ def _product_launches(
         for launch in linear.launches(x, packed, out, facts=facts):
             is_sum = launch.kernel is sum_segments
             yield f"{label}, {'sum of ' if is_sum else ''}{num_rows} rows", launch
+
+
+def _sampling_launches(logits: torch.Tensor) -> Iterator[tuple[str, Launch]]:
+    """What draws tokens may start; the later kinds of a batch start some of the first one's kernels too."""
+    state = allocate_sampling_state(logits.shape[1], len(logits), len(logits), _META)
+    for kind, launches in (
+        ("any", sampling.launches(logits, state, len(logits), num_likeliest=20)),
+        ("beams", sampling.launches(logits, state, len(logits), num_likeliest=64, has_draws=False)),
+        ("plain", sampling.launches(logits, state, len(logits), is_plain=True)),
+    ):
+        for launch in launches:
+            yield f"sampling, {launch.kernel.fn.__name__}, {kind}", launch
 
 
 def _signature(launch: Launch) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any]]:

@@ -56,6 +56,32 @@ def _gpu_facts(index: int) -> DeviceFacts:
     )
 
 
+def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory of the host that a device copies to and from by itself; what is in it is not known."""
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type != "cpu")
+
+
+def upload(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Copy to a device's memory in the order of its current stream, without waiting for it; return the target."""
+    # The allocator of pinned memory keeps the source until the copy is done.
+    return target.copy_(source.pin_memory() if target.device.type != "cpu" else source, non_blocking=True)
+
+
+class StreamMark:
+    """The work that a device's current stream has been given so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type != "cpu":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        """Wait until that is done."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
 def wait_for_stream(device: torch.device) -> None:
     """Wait until the device's current stream has run everything."""
     if device.type != "cpu":

@@ -46,9 +46,23 @@ PRODUCTS = (
 ATTENTIONS = ("attention, decode, split", "attention, decode", "attention, prefill")
 
 
+# Of these one is near the limit, on sm_80; it stands for that architecture.
+SAMPLINGS = {
+    80: ["draw_tokens, any"],
+    90: [
+        *(f"{name}, any" for name in ("scan_parts", "weigh_parts", "gather_candidates")),
+        *(f"{name}, any" for name in ("list_part_likeliest", "list_likeliest")),
+        "pick_likeliest, plain",
+    ],
+}
+
+
 def few(architecture: Architecture) -> Iterator[Choice]:
     """Every kernel for a model that is shipped; of others what differs, in the types they are shipped in."""
-    yield from (c for c in choices(QWEN3_8B, BFLOAT, BFLOAT, architecture) if not c.label.startswith("product"))
+    for choice in choices(QWEN3_8B, BFLOAT, BFLOAT, architecture):
+        kind, _, name = choice.label.partition(", ")
+        if name in SAMPLINGS[architecture.capability] if kind == "sampling" else kind != "product":
+            yield choice
     yield from (c for c in choices(SMOLLM2_135M, HALF, HALF, architecture) if c.label in (*ATTENTIONS, "rope_kv_write"))
     yield from (c for c in choices(LLAMA_31_8B, BFLOAT, BFLOAT, architecture) if c.label == "rope_kv_write")
     for is_deterministic in (False, True):
@@ -101,7 +115,8 @@ def test_all_that_may_be_chosen_compiles_without_a_spill(
 
 
 def test_every_kernel_is_among_what_is_compiled() -> None:
-    compiled = {choice.launch.kernel.fn.__name__ for choice in few(ARCHITECTURES[0])}
+    found = (choice for architecture in ARCHITECTURES for choice in few(architecture))
+    compiled = {choice.launch.kernel.fn.__name__ for choice in found}
     assert compiled == started_kernels()
 
 

@@ -23,6 +23,8 @@ from chatd_kernels.linear import linear, pack_linear
 from chatd_kernels.paged_attention import build_metadata, paged_attention
 from chatd_kernels.rms_norm import rms_norm
 from chatd_kernels.rope_kv_write import rope_kv_write
+from chatd_kernels.sampling import sample_rows
+from chatd_kernels.sampling.state import allocate_sampling_state
 from chatd_kernels.silu_mul import silu_mul
 from chatd_kernels.testing import started_kernels
 
@@ -34,6 +36,7 @@ FUNCTIONS = {
     "paged_attention": ["paged_attention", "build_metadata"],
     "rms_norm": ["rms_norm"],
     "rope_kv_write": ["rope_kv_write"],
+    "sampling": ["sample_rows"],
     "silu_mul": ["silu_mul", "gelu_tanh_mul"],
     "swap_blocks": ["load_blocks", "store_blocks"],
 }
@@ -108,6 +111,10 @@ def multiply() -> None:
     linear(torch.zeros(2, 2048), packed, torch.zeros(2, 32))
 
 
+def sample(is_plain: bool) -> None:
+    sample_rows(torch.zeros(1, 32), allocate_sampling_state(32, 1, 1, "cpu"), 1, is_plain=is_plain, num_likeliest=1)
+
+
 # Operation -> calls of its function, by which all its kernels are started.
 CALLS: dict[str, list[Callable[[], object]]] = {
     "copy_blocks": [lambda: copy_blocks(allocate_kv_cache(2, 1, 1, 16, 32), [(0, 1)])],
@@ -115,6 +122,7 @@ CALLS: dict[str, list[Callable[[], object]]] = {
     "paged_attention": [lambda: attend(1, 600), lambda: attend(100, 0)],
     "rms_norm": [lambda: rms_norm(torch.zeros(1, 16), torch.zeros(16), 1e-6, out=torch.zeros(1, 16))],
     "rope_kv_write": [rotate],
+    "sampling": [lambda: sample(is_plain=False), lambda: sample(is_plain=True)],
     "silu_mul": [lambda: silu_mul(torch.zeros(1, 32), torch.zeros(1, 16))],
 }
 
