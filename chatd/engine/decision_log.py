@@ -96,7 +96,7 @@ class RunRecord(msgspec.Struct, array_like=True, frozen=True):
         copies: Source and target of each block copy.
         stores: Block and host slot of each block that is saved.
         loads: Block and host slot of each block that is filled.
-        output: What the runner returned; None where it raised.
+        output: What the runner returned; None where it raised, or where its result is in a `ResultRecord`.
         error: The name of the exception's class.
     """
 
@@ -105,6 +105,20 @@ class RunRecord(msgspec.Struct, array_like=True, frozen=True):
     copies: list[tuple[int, int]]
     stores: list[tuple[int, int]]
     loads: list[tuple[int, int]]
+    output: StepOutput | None
+    error: str = ""
+
+
+class ResultRecord(msgspec.Struct, array_like=True, frozen=True):
+    """What came of a plan that was launched, in this call or the one before.
+
+    Attributes:
+        step: The plan's.
+        output: What the runner returned; None where it raised.
+        error: The name of the exception's class.
+    """
+
+    step: int
     output: StepOutput | None
     error: str = ""
 
@@ -118,10 +132,11 @@ class Call(msgspec.Struct, array_like=True, frozen=True):
         message: Of `handle`.
         clock: What the core's clock said, in the order of asking.
         decisions: The scheduler's, but for those that a plan says as well.
-        runs: Plans that were executed; a step has at most one.
+        runs: Plans that were executed or launched.
         disk: What the disk tier was asked, and its answers.
         said: Messages for the front.
         error: The name of the exception's class where the call raised, which ends the engine and the log.
+        results: Of launched plans, in the order in which they were waited for.
     """
 
     verb: str
@@ -133,6 +148,7 @@ class Call(msgspec.Struct, array_like=True, frozen=True):
     disk: list[DiskAnswer]
     said: list[EngineMessage]
     error: str = ""
+    results: list[ResultRecord] = []
 
 
 class Header(msgspec.Struct, frozen=True):

@@ -122,9 +122,9 @@ class Pipeline:
 
     def close(self) -> None:
         """Wait for what was launched; nobody wants it any more."""
-        while self._launched:
-            with suppress(Exception):
-                self._launched.popleft().step.result()
+        with suppress(DeviceFault):
+            while self._launched:
+                _wait_for(self._launched.popleft().step)
 
     # One step.
 
@@ -174,11 +174,11 @@ class Pipeline:
         try:
             output = oldest.step.result()
         except DeviceFault:
+            self._launched.clear()  # Nothing that was launched ends any more.
             raise
         except Exception as error:
             while self._launched:
-                with suppress(Exception):
-                    self._launched.popleft().step.result()
+                _wait_for(self._launched.popleft().step)
             self._scheduler.discard(oldest.plan)
             self._recover(oldest.plan, error, now)
         else:
@@ -237,3 +237,13 @@ class Pipeline:
         if request is not None:
             # The error's text may quote what others computed, so the front is told its kind only.
             self._scheduler.fail(request, f"the model could not compute this request ({type(error).__name__})", now)
+
+
+def _wait_for(step: StepInFlight) -> None:
+    """Wait until a step that is void has ended, however that is."""
+    try:
+        step.result()
+    except DeviceFault:
+        raise
+    except Exception:
+        _log.debug("a step that is void has failed", exc_info=True)

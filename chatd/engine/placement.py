@@ -64,7 +64,7 @@ class Placement:
             decodes = self._take_turns(decodes, self._rows.limit)
         for request in decodes:
             if request.status is RequestStatus.RUNNING:
-                self._place(request, 1)
+                self._place(request, 1, is_decode=True)
         if prefills or (self._waiting and only is None):
             self._place_prefills(prefills, now, admit=only is None)
         if not self._drafts and only is None and self._fill_alone(now):
@@ -81,7 +81,7 @@ class Placement:
         if request.status is RequestStatus.WAITING:
             self._admit(request, room, None, now)
         elif request.is_decode:
-            self._place(request, 1)
+            self._place(request, 1, is_decode=True)
         else:
             self._place_prefill(request, room, None)
         self._was_alone = bool(self._drafts)
@@ -109,11 +109,10 @@ class Placement:
         self._first_decode = first + num_rows
         return (decodes[first:] + decodes[:first])[:num_rows]
 
-    def _place(self, request: Request, num_tokens: int, loads: Sequence[HostBlock] = ()) -> bool:
+    def _place(self, request: Request, num_tokens: int, loads: Sequence[HostBlock] = (), *, is_decode: bool) -> bool:
         """Give a running request rows, and loads before them, if need be at others' cost; False: it gets nothing."""
         roster, table = self._roster, request.lease.table
         start = table.num_planned_tokens
-        is_decode = request.is_decode or start == request.num_tokens
         if loads:
             start += len(loads) * self._config.block_size
         while (allocation := roster.leases.allocate_slots(table, start + num_tokens)) is None:
@@ -167,7 +166,7 @@ class Placement:
         loads = self._moves.take_loads(request, start, room)
         start += len(loads) * self._config.block_size
         num_tokens = self._moves.rows_of(request, start, room, most, after_loads=bool(loads))
-        self._place(request, num_tokens, loads)
+        self._place(request, num_tokens, loads, is_decode=request.is_decode)
 
     def _pass_over(self, order: PrefillOrder) -> None:
         """Say why those wait that a full step did not reach; to wait for another one's prefix takes no room in it."""
@@ -212,7 +211,8 @@ class Placement:
             )
             if request is None:
                 break
-            if self._place(request, min(request.num_remaining_tokens, self._config.block_size, self._rows.limit)):
+            num_rows = min(request.num_remaining_tokens, self._config.block_size, self._rows.limit)
+            if self._place(request, num_rows, is_decode=request.is_decode):
                 return
             if request.status is not RequestStatus.RUNNING:
                 continue

@@ -30,6 +30,7 @@ from chatd.engine.loop import EngineLoop
 from chatd.engine.messages import Loading, StartFailed, encode
 from chatd.engine.options import STACKS_SIGNAL, EngineOptions, decode_options
 from chatd.engine.pipe import EnginePipe, FrameError, PipeClosed
+from chatd.engine.plan import DeviceFault
 from chatd.engine.pulse import Pulse
 from chatd.errors import EnvironmentProblem, StartupError
 
@@ -43,6 +44,9 @@ EXIT_GRACE_S = 2.0
 
 EXIT_PROTOCOL = 70
 """Exit code where the front sends what is no message: the two are not of one version."""
+
+EXIT_DEVICE_FAULT = 71
+"""Exit code where the device cannot be used any more by the process; another one may."""
 
 PROGRESS_STEP = 0.05
 """Progress within a phase is told in steps of this size."""
@@ -77,6 +81,9 @@ def main(arguments: list[str]) -> int:
     except (FrameError, msgspec.DecodeError):
         logger.exception("engine.protocol_error")
         return EXIT_PROTOCOL
+    except DeviceFault:
+        logger.exception("engine.device_fault")
+        return EXIT_DEVICE_FAULT
     except Exception:
         # A fault of the engine's own: nothing of its state is to be trusted, so the supervisor starts another.
         logger.exception("engine.failed")

@@ -14,10 +14,10 @@ import xxhash
 
 import chatd
 from chatd.engine.core import Decision, EngineConfig, EngineCore
-from chatd.engine.decision_log import Call, ChunkRecord, Header, RunRecord, Writer
+from chatd.engine.decision_log import Call, ChunkRecord, Header, ResultRecord, RunRecord, Writer
 from chatd.engine.disk_record import DiskAnswer, RecordedDisk
 from chatd.engine.messages import EngineMessage, FrontMessage, PoolFrame
-from chatd.engine.plan import BlockId, BlockMove, Plan, RequestId, Runner, StepOutput
+from chatd.engine.plan import BlockId, BlockMove, PipelinedRunner, Plan, RequestId, Runner, StepInFlight, StepOutput
 from chatd.engine.token_mask import TokenMask
 from chatd.kvcache.tiers import Disk
 
@@ -62,6 +62,24 @@ def _moves(moves: Sequence[BlockMove]) -> list[tuple[int, int]]:
     return [(move.block_id, move.slot) for move in moves]
 
 
+class _RecordedStep:
+    """A launched step whose result is noted."""
+
+    def __init__(self, number: int, step: StepInFlight, hear: Callable[[int, StepOutput | None, str], None]) -> None:
+        self._number = number
+        self._step = step
+        self._hear = hear
+
+    def result(self) -> StepOutput:
+        try:
+            output = self._step.result()
+        except Exception as error:
+            self._hear(self._number, None, type(error).__name__)
+            raise
+        self._hear(self._number, output, "")
+        return output
+
+
 def condensed(message: EngineMessage) -> EngineMessage:
     """Return a message as it is logged: a frame's map and rows of leases, which are large, are told by their hash."""
     if not isinstance(message, PoolFrame) or not (message.states or message.leases):
@@ -86,7 +104,7 @@ class RecordingCore(EngineCore):
     def __init__(
         self,
         config: EngineConfig,
-        runner: Runner,
+        runner: Runner | PipelinedRunner,
         clock: Callable[[], float],
         *,
         make_writer: Callable[[Header], Writer],
@@ -102,6 +120,7 @@ class RecordingCore(EngineCore):
         self._clock_reads: list[float] = []
         self._decisions: list[Decision] = []
         self._runs: list[RunRecord] = []
+        self._results: list[ResultRecord] = []
         self._disk_answers: list[DiskAnswer] = []
         recorded_disk = None if disk is None else RecordedDisk(disk, self._hear_disk)
         super().__init__(config, self, self._read_clock, log=self._decide, disk=recorded_disk, **options)
@@ -135,11 +154,29 @@ class RecordingCore(EngineCore):
         self._runs.append(msgspec.structs.replace(run, output=self._mask.output(output)))
         return output
 
+    def launch(self, plan: Plan) -> StepInFlight:
+        """As `execute`, for a runner that takes a second plan while the first one runs."""
+        run = self._plans.encode(plan)
+        launch = getattr(self._recorded_runner, "launch", None)
+        assert launch is not None, f"{type(self._recorded_runner).__name__} does not run two steps at a time"
+        try:
+            step: StepInFlight = launch(plan)
+        except Exception as error:
+            self._runs.append(msgspec.structs.replace(run, error=type(error).__name__))
+            raise
+        self._runs.append(run)
+        return _RecordedStep(plan.step, step, self._hear_result)
+
+    def _hear_result(self, step: int, output: StepOutput | None, error: str) -> None:
+        masked = None if output is None else self._mask.output(output)
+        self._results.append(ResultRecord(step, masked, error))
+
     def _record(
         self, verb: str, now: float, message: FrontMessage | None, call: Callable[[], list[EngineMessage]]
     ) -> list[EngineMessage]:
         # What was asked since the last call, to look at the core from outside, is nothing that it decided by.
         self._clock_reads, self._decisions, self._runs, self._disk_answers = [], [], [], []
+        self._results = []
         said: list[EngineMessage] = []
         error = ""
         try:
@@ -150,7 +187,7 @@ class RecordingCore(EngineCore):
         finally:
             masked = [condensed(self._mask.engine(each)) for each in said]
             reads, decisions, runs, answers = self._clock_reads, self._decisions, self._runs, self._disk_answers
-            self._writer.write(Call(verb, now, message, reads, decisions, runs, answers, masked, error))
+            self._writer.write(Call(verb, now, message, reads, decisions, runs, answers, masked, error, self._results))
         return said
 
     def _hear_disk(self, answer: DiskAnswer) -> None:

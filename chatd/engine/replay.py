@@ -6,7 +6,7 @@ its model, at thousands of steps a second, with everything there to be looked at
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -15,10 +15,10 @@ import msgspec
 
 import chatd
 from chatd.engine.core import Decision, EngineCore
-from chatd.engine.decision_log import CLOSED, Call, Header, LogReader, RunRecord
+from chatd.engine.decision_log import CLOSED, Call, Header, LogReader, ResultRecord, RunRecord
 from chatd.engine.disk_record import DiskAnswer, ReplayedDisk
 from chatd.engine.messages import EngineMessage, Tokens
-from chatd.engine.plan import Plan, RequestId, StepOutput
+from chatd.engine.plan import DeviceFault, Plan, RequestId, StepInFlight, StepOutput, StepTooLarge
 from chatd.engine.recording import SAID_BY_PLANS, PlanEncoder, condensed
 from chatd.engine.replay_report import Life, Tally
 
@@ -79,6 +79,7 @@ class Replay:
         self._plans = PlanEncoder()
         self._call = Call("idle", 0.0, None, [], [], [], [], [])
         self._num_decisions = self._num_runs = self._num_reads = self._num_answers = self._step = 0
+        self._num_results = 0
         disk = ReplayedDisk(self._next_answer, self._differ_disk) if header.has_disk else None
         self.core = EngineCore(header.config, self, self._clock, log=self._decide, disk=disk, **options)
 
@@ -106,7 +107,7 @@ class Replay:
     def _play(self, call: Call) -> None:
         self._call = call
         self._step = self.core.scheduler.step + (call.verb == "step")
-        self._num_decisions = self._num_runs = self._num_reads = self._num_answers = 0
+        self._num_decisions = self._num_runs = self._num_reads = self._num_answers = self._num_results = 0
         said: list[EngineMessage] = []
         raised = ""
         try:
@@ -123,6 +124,8 @@ class Replay:
             self._differ(missing.request_id, "decision", _shown(missing), "none")
         if self._num_runs < len(call.runs):
             self._differ(None, "plan", f"plan {call.runs[self._num_runs].step}", "no plan")
+        if self._num_results < len(call.results):
+            self._differ(None, "plan", f"the result of plan {call.results[self._num_results].step}", "no result")
         if self._num_answers < len(call.disk):
             self._differ_disk(call.disk[self._num_answers].asked, "no question")
         if self._num_reads < len(call.clock):
@@ -139,15 +142,35 @@ class Replay:
 
     def execute(self, plan: Plan) -> StepOutput:
         """Stand where the runner stands: compare a plan, and answer as was recorded."""
+        recorded = self._compare_plan(plan)
+        if recorded.output is None:
+            raise _exception_of(recorded.error)
+        return recorded.output
+
+    def launch(self, plan: Plan) -> StepInFlight:
+        """As `execute`; the answer comes when it is asked for."""
+        recorded = self._compare_plan(plan)
+        if recorded.error:
+            raise _exception_of(recorded.error)
+        return _ReplayedStep(plan.step, self._next_result)
+
+    def _next_result(self, step: int) -> ResultRecord:
+        results = self._call.results
+        recorded = results[self._num_results] if self._num_results < len(results) else None
+        if recorded is None or recorded.step != step:
+            expected = "no result" if recorded is None else f"the result of plan {recorded.step}"
+            self._differ(None, "plan", expected, f"the result of plan {step}")
+        self._num_results += 1
+        return recorded
+
+    def _compare_plan(self, plan: Plan) -> RunRecord:
         run = self._plans.encode(plan)
         recorded = self._call.runs[self._num_runs] if self._num_runs < len(self._call.runs) else None
         if recorded is None:
             self._differ(None, "plan", "no plan", f"plan {plan.step}")
         self._num_runs += 1
         self._compare_plans(recorded, run)
-        if recorded.output is None:
-            raise type(recorded.error, (Exception,), {})("as recorded")
-        return recorded.output
+        return recorded
 
     def _clock(self) -> float:
         reads = self._call.clock
@@ -206,6 +229,28 @@ class Replay:
     def _differ(self, request: int | None, what: str, expected: str, found: str) -> NoReturn:
         request = None if request is None or request < 0 else request
         raise _Diverged(Difference(self._step, request, what, expected, found))
+
+
+@dataclass(frozen=True, slots=True)
+class _ReplayedStep:
+    step: int
+    next_result: Callable[[int], ResultRecord]
+
+    def result(self) -> StepOutput:
+        recorded = self.next_result(self.step)
+        if recorded.output is None:
+            raise _exception_of(recorded.error)
+        return recorded.output
+
+
+_DECIDED_BY = {error.__name__: error for error in (StepTooLarge, DeviceFault, MemoryError)}
+"""Exceptions of a runner whose kind the engine decides by."""
+
+
+def _exception_of(name: str) -> Exception:
+    known = _DECIDED_BY.get(name)
+    error: Exception = type(name, (Exception,), {})("as recorded") if known is None else known("as recorded")
+    return error
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,8 +133,9 @@ class Tally:
             self._of(call.message.request).submitted += 1
         for run in call.runs:
             self.num_steps += 1
-            self.num_failed_steps += run.output is None
+            self.num_failed_steps += bool(run.error)
             self.num_rows += sum(chunk.num_tokens for chunk in run.chunks)
+        self.num_failed_steps += sum(bool(result.error) for result in call.results)
         for decision in call.decisions:
             if decision.verb == "preempt":
                 self._of(RequestId(decision.request_id)).preemptions += 1
@@ -182,6 +183,7 @@ class Life:
         self._wait: _Wait | None = None
         self._decode_since: int | None = None
         self._num_tokens = 0
+        self._launched: list[int] = []
 
     def see(self, call: Call, core: EngineCore) -> None:
         """Note what a call means for the request."""
@@ -194,8 +196,16 @@ class Life:
         for decision in call.decisions:
             self._see_decision(decision.verb, decision.request_id, decision.detail)
         for run in call.runs:
-            if run.output is None and any(chunk.request == self._request for chunk in run.chunks):
-                self._say(f"its step failed ({run.error}) and is tried again")
+            if any(chunk.request == self._request for chunk in run.chunks):
+                if run.error:
+                    self._say(f"its step failed ({run.error}) and is tried again")
+                elif run.output is None:
+                    self._launched.append(run.step)
+        for result in call.results:
+            if result.step in self._launched:
+                self._launched.remove(result.step)
+                if result.error:
+                    self._say(f"its step failed ({result.error}) and is tried again")
         for message in call.said:
             if isinstance(message, Tokens):
                 if any(delta.request == self._request for delta in message.deltas):

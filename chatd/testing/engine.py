@@ -27,7 +27,7 @@ from chatd.engine.messages import (
     Submit,
     Tokens,
 )
-from chatd.engine.plan import BlockId, BlockMove, Chunk, Plan, RequestId, StepOutput
+from chatd.engine.plan import BlockId, BlockMove, Chunk, DeviceFault, Plan, RequestId, StepOutput, StepTooLarge
 from chatd.engine.sampling import BeamSearch, SamplingParams
 from chatd.kvcache.prefix_index import Namespace
 from chatd.kvcache.tiers import Disk
@@ -112,6 +112,8 @@ class ProvenanceRunner:
         failing: Requests whose presence in a plan makes the step raise, after it has written.
         not_finite: Requests whose logits are not finite.
         raise_next: The next step raises.
+        max_rows: A step with more rows is too large for the device; None is no limit.
+        device_fails: The next step finds a device that cannot be used any more.
         violation: What a plan did that no plan may do.
     """
 
@@ -139,6 +141,8 @@ class ProvenanceRunner:
         self.failing: set[RequestId] = set()
         self.not_finite: set[RequestId] = set()
         self.raise_next = False
+        self.max_rows: int | None = None
+        self.device_fails = False
         self.violation: AssertionError | None = None
         self._truth = truth
         self._cost = cost
@@ -214,15 +218,23 @@ class ProvenanceRunner:
             self._clock.advance(move_s)
         if self.raise_next or (self.failing and any(chunk.request_id in self.failing for chunk in plan.chunks)):
             self.raise_next = False
-            for move in plan.stores:
-                self.host[move.slot] = None
+            self._lose_stores(plan)
             raise RuntimeError("the step failed as it was told to")
+        if self.max_rows is not None and rows > self.max_rows:
+            self._lose_stores(plan)
+            raise StepTooLarge(f"{rows} rows, there is memory for {self.max_rows}")
+        if self.device_fails:
+            raise DeviceFault("an illegal memory access was encountered")
         failed = {
             chunk.request_id: "logits are not finite"
             for chunk in plan.chunks
             if chunk.sample is not None and chunk.request_id in self.not_finite
         }
         return StepOutput(sampled, failed=failed, model_s=model_s, move_s=move_s, candidates=candidates)
+
+    def _lose_stores(self, plan: Plan) -> None:
+        for move in plan.stores:
+            self.host[move.slot] = None
 
     def _store(self, stores: Sequence[BlockMove]) -> None:
         size = self.block_size
@@ -357,6 +369,7 @@ class EngineHarness:
         clock: Of both.
         messages: All that the core has said.
         outputs: The ids of each request's answer.
+        runner_class: Of the fake; a config with two steps in flight needs the pipelined one.
         done: The end of each request that has ended.
         lost: Requests that were answered with `LeaseLost`.
         beams: What each search found.
@@ -373,11 +386,12 @@ class EngineHarness:
     beams: dict[int, list[BeamSequence]] = field(default_factory=dict)
     core_options: dict[str, Any] = field(default_factory=dict)
     runner_options: dict[str, Any] = field(default_factory=dict)
+    runner_class: type[ProvenanceRunner] = ProvenanceRunner
     make_disk: Callable[[ProvenanceRunner], Disk] | None = None
 
     def __post_init__(self) -> None:
         """Build runner and core."""
-        self.runner = ProvenanceRunner(
+        self.runner = self.runner_class(
             self.config.num_blocks,
             self.config.block_size,
             clock=self.clock,

@@ -69,11 +69,11 @@ class SessionRun:
 
 
 def all_runs(num_seeds: int, num_steps: int) -> Iterator[Run]:
-    """Yield as many seeds of every shape under every hash."""
+    """Yield as many seeds of every shape under every hash, two of three one step ahead."""
     for seed in range(num_seeds):
         for shape in range(len(SHAPES)):
             for hash_name in HASHES:
-                yield Run(shape, hash_name, 10**6 + 1000 * shape + seed, num_steps)
+                yield Run(shape, hash_name, 10**6 + 1000 * shape + seed, num_steps, AHEAD[seed % len(AHEAD)])
 
 
 def all_session_runs(num_seeds: int, num_actions: int) -> Iterator[SessionRun]:

@@ -13,6 +13,7 @@ from chatd.engine.messages import Ping, PoolFrame, RequestClass, Retain, SetTena
 from chatd.engine.plan import RequestId
 from chatd.engine.sampling import BeamSearch, SamplingParams
 from chatd.kvcache.prefix_index import HashFunction
+from chatd.testing.pipelined_runner import PipelinedProvenanceRunner
 from chatd.testing.witness import STOP_ID, VOCAB_SIZE, Job, Session, Shape, Witness
 
 SHAPES = (
@@ -335,6 +336,8 @@ class Simulation(Witness):
         """Steps fail, logits are not finite, and the disk is full or damaged."""
         if not self.faults:
             return False
+        if self.shape.steps_in_flight > 1 and self.rng.random() < 0.3:
+            return self._break_ahead()
         dice = self.rng.random()
         jobs = list(self.jobs.values())
         disk = self.disk
@@ -355,6 +358,19 @@ class Simulation(Witness):
         job = self.rng.choice(jobs)
         job.may_fail = True
         (self.runner.failing if dice < 0.7 else self.runner.not_finite).add(job.request)
+        return True
+
+    def _break_ahead(self) -> bool:
+        """A launch fails, or the device has too little memory for a while, or enough again."""
+        runner = self.runner
+        assert isinstance(runner, PipelinedProvenanceRunner)
+        if self.rng.random() < 0.4:
+            runner.fails_launch = True
+        elif runner.max_rows is None:
+            runner.max_rows = self.rng.choice((2, 3, 5, 9))
+            self.counts["too large"] += 1
+        else:
+            runner.max_rows = None
         return True
 
     def _misbehave(self) -> bool:

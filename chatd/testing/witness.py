@@ -412,6 +412,7 @@ class Witness:
         """Let everything come to its end, and check that nothing is left over."""
         self.runner.failing.clear()
         self.runner.not_finite.clear()
+        self.runner.max_rows = None
         for _ in range(100_000):
             if not self.core.has_work:
                 break

@@ -18,14 +18,15 @@ from hypothesis import strategies as st
 
 from chatd.engine import fairness, scheduler
 from chatd.engine.core import EngineCore
-from chatd.engine.decision_log import Call, Header, LogReader, LogWriter
+from chatd.engine.decision_log import Call, Header, LogReader, LogWriter, ResultRecord
 from chatd.engine.messages import Beams, LeaseId, Submit, Tokens, WatchPool
 from chatd.engine.plan import Chunk, Plan, RequestId
 from chatd.engine.recording import RecordingCore
 from chatd.engine.replay import Difference, Replay, replay_file
 from chatd.engine.sampling import BeamSearch
 from chatd.testing import engine, witness
-from chatd.testing.engine import EngineHarness, engine_config, sampling_params
+from chatd.testing.engine import EngineHarness, ProvenanceRunner, engine_config, sampling_params
+from chatd.testing.pipelined_runner import PipelinedProvenanceRunner
 from chatd.testing.simulation import SHAPES, Simulation
 from chatd.testing.witness import constant_hash
 
@@ -86,7 +87,8 @@ def harness(**config: Any) -> tuple[Kept, EngineHarness]:
     kept = Kept()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "EngineCore", functools.partial(RecordingCore, make_writer=kept.open))
-        return kept, EngineHarness(config=engine_config(**config))
+        runner_class = PipelinedProvenanceRunner if config.get("steps_in_flight") == 2 else ProvenanceRunner
+        return kept, EngineHarness(config=engine_config(**config), runner_class=runner_class)
 
 
 def replayed(kept: Kept, calls: list[Call] | None = None, **options: Any) -> tuple[Difference | None, EngineCore]:
@@ -104,6 +106,50 @@ def test_a_simulation_is_replayed_to_the_same_log(shape: int) -> None:
     assert core.pool.num_evictions == simulation.core.pool.num_evictions
     assert core.stats() == simulation.core.stats()
     core.check_invariants()
+
+
+@pytest.mark.parametrize("shape", [0, 4, 8])
+def test_a_simulation_that_plans_one_step_ahead_is_replayed_to_the_same_log(shape: int) -> None:
+    kept, simulation = recorded(shape, 200, shape=replace(SHAPES[shape], steps_in_flight=2))
+    calls = kept.calls
+    assert sum(len(call.results) for call in calls) > 100
+    assert any(result.error for call in calls for result in call.results)
+    difference, core = replayed(kept)
+    assert difference is None
+    assert core.scheduler.step == simulation.core.scheduler.step > 100
+    assert core.stats() == simulation.core.stats()
+    core.check_invariants()
+
+
+def test_a_changed_result_of_a_launched_step_is_reported_as_a_message() -> None:
+    kept, harnessed = harness(steps_in_flight=2)
+    harnessed.submit(1, [1] * 7)
+    harnessed.run()
+    calls = kept.calls
+    place = next(place for place, call in enumerate(calls) if call.results and place > 2)
+    result = calls[place].results[0]
+    assert result.output is not None
+    sampled = {request: token_id + 1 for request, token_id in result.output.sampled.items()}
+    changed = msgspec.structs.replace(result, output=replace(result.output, sampled=sampled))
+    calls[place] = msgspec.structs.replace(calls[place], results=[changed])
+    difference, _ = replayed(kept, calls)
+    assert difference is not None
+    assert (difference.what, difference.request) == ("message", 1)
+
+
+def test_a_result_that_nobody_asks_for_is_a_difference() -> None:
+    kept, harnessed = harness(steps_in_flight=2)
+    harnessed.submit(1, [1] * 7)
+    harnessed.run()
+    calls = kept.calls
+    place = next(place for place, call in enumerate(calls) if call.results and place > 2)
+    calls[place] = msgspec.structs.replace(
+        calls[place], results=[*calls[place].results, ResultRecord(99, None, "Oops")]
+    )
+    difference, _ = replayed(kept, calls)
+    assert difference is not None
+    assert difference.expected == "the result of plan 99"
+    assert difference.found == "no result"
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
@@ -347,6 +393,7 @@ from chatd.testing import witness
 from chatd.testing.simulation import SHAPES, Simulation
 
 logging.disable(logging.CRITICAL)
+Simulation._die = Simulation._corrupt = lambda self: False
 for number, shape in enumerate(SHAPES):
     path = pathlib.Path({str(tmp_path)!r}) / str(number)
     make = functools.partial(RecordingCore, make_writer=lambda header: LogWriter(path, header, 2**24))
