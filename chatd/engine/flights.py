@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from chatd.engine.block_moves import PlannedStores
+from chatd.engine.cost_model import num_pairs
 from chatd.engine.draft import Draft
 from chatd.engine.plan import Plan, RequestId
 from chatd.engine.request import Request
@@ -34,6 +35,13 @@ class Flight:
     plan: Plan
     drafts: dict[RequestId, Draft]
     stores: PlannedStores
+
+    def rows_and_pairs(self) -> tuple[int, int]:
+        """Return the rows of the plan, and the (row, key) pairs of their attention."""
+        drafts = self.drafts.values()
+        return sum(draft.num_tokens for draft in drafts), sum(
+            num_pairs(draft.start, draft.num_tokens) for draft in drafts
+        )
 
 
 class Flights:

@@ -45,8 +45,8 @@ class Scheduler:
 
     Attributes:
         roster: The requests; its parts have the same names here.
-        on_planned: Called with the seconds that a step should take which was just planned; for whoever watches over
-            the engine.
+        on_planned: Called with the seconds that all should take which is in flight, each time when a plan was to be
+            made; for whoever watches over the engine.
     """
 
     def __init__(
@@ -136,6 +136,7 @@ class Scheduler:
             only: Running requests to choose from, with no admissions: the retry of a step that failed.
         """
         if self.flights and (self.flights.is_full or self.roster.suspects):
+            self._tell_expected()
             return None  # A suspect has the device to itself.
         self.roster.preempted_now.clear()
         if self.moves.is_on:
@@ -244,6 +245,7 @@ class Scheduler:
         roster = self.roster
         planned = self.moves.take_stores()
         if not self._drafts and not planned.blocks:
+            self._tell_expected()
             return None
         stores = [move for move, _ in planned.blocks]
         roster.step += 1
@@ -255,14 +257,15 @@ class Scheduler:
                     roster.note("run", draft.request, draft.start, draft.num_tokens)
             for move in stores:
                 roster.note("store", None, move.block_id, move.slot)
-        if self.on_planned is not None:
-            rows = sum(draft.num_tokens for draft in self._drafts.values())
-            pairs = sum(num_pairs(draft.start, draft.num_tokens) for draft in self._drafts.values())
-            self.on_planned(self.cost.parameters.step_s(rows, pairs))
         plan = build_plan(roster.step, self._drafts.values(), self.config.block_size, stores)
         self.flights.begin(Flight(plan, dict(self._drafts), planned))
         self._drafts.clear()
+        self._tell_expected()
         return plan
+
+    def _tell_expected(self) -> None:
+        if self.on_planned is not None:
+            self.on_planned(sum(self.cost.parameters.step_s(*flight.rows_and_pairs()) for flight in self.flights))
 
     def _commit_prompt(self, draft: Draft, end: int) -> None:
         """Count what was loaded of a prompt, and what was computed of it."""

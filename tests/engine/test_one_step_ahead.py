@@ -1,8 +1,10 @@
 """One step ahead: what a plan in flight cannot know, what it keeps, and what becomes of it where something ends."""
 
 import logging
+import os
 import random
 import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +24,7 @@ from chatd.engine.messages import (
 from chatd.engine.pipe import EnginePipe
 from chatd.engine.pipeline import MAX_LONE_FAILURES
 from chatd.engine.plan import PENDING_TOKEN, DeviceFault, RequestId
+from chatd.engine.pulse import create_page
 from chatd.engine.request import RequestStatus
 from chatd.engine.row_limit import RowLimit
 from chatd.engine.sampling import BeamSearch
@@ -509,6 +512,7 @@ def test_a_fault_of_the_device_ends_the_engine(steps_in_flight):
 def test_a_fault_of_the_device_has_an_exit_code_of_its_own(monkeypatch, quiet):
     class Core:
         has_work, is_shutting_down = True, False
+        scheduler = SimpleNamespace()
 
         def step(self, now):
             raise DeviceFault("an illegal memory access was encountered")
@@ -532,8 +536,23 @@ def test_a_fault_of_the_device_has_an_exit_code_of_its_own(monkeypatch, quiet):
     monkeypatch.setattr(process, "_exit_without_front", lambda descriptor: None)
     front.sendall((1).to_bytes(4, "big") + b"x")
     with front:
-        assert process.main([str(theirs.detach())]) == process.EXIT_DEVICE_FAULT
+        page = create_page()
+        assert process.main([str(theirs.detach()), str(page)]) == process.EXIT_DEVICE_FAULT
+        os.close(page)
         ends[0].close()
+
+
+def test_whoever_watches_is_told_what_all_should_take_that_is_in_flight():
+    engine = ahead()
+    told = []
+    engine.core.scheduler.on_planned = told.append
+    engine.submit(1, [1, 2, 3], params=sampling_params(3))
+    step_s = engine.core.scheduler.cost.parameters.step_s
+    engine.step()
+    engine.step()
+    engine.step()
+    prompt, first, second = step_s(3, 6), step_s(1, 4), step_s(1, 5)
+    assert told == pytest.approx([prompt, prompt + first, prompt + first, first + second, first + second, second])
 
 
 # Idle, and the end.
