@@ -100,6 +100,12 @@ class LocalDaemon:
         """The key that it asks for, once it is ready."""
         return read_local_key()
 
+    @property
+    def pid(self) -> int:
+        """The daemon's process, while it runs."""
+        assert self._process is not None, "the daemon was not started"
+        return self._process.pid
+
     def start(self) -> None:
         """Start the child; its log begins anew.
 

@@ -27,6 +27,7 @@ BENCHMARKS = {
     "probe": "whether the time to the first token tells what another tenant has cached",
     "join": "equal prompts at once, beside different ones",
     "neighbor": "what one tenant sees of another that floods",
+    "load": "streams, idle sockets, cancels and lost connections for half an hour, and what is left over",
 }
 """Each prints its figures, and writes them where `--json PATH` says."""
 

@@ -6,9 +6,11 @@ Counters of tokens come from the engine where it serves, so they include what no
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import psutil  # type: ignore[import-untyped]
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -227,6 +229,8 @@ class _Scrape(Collector):
         yield _gauge("chatd_ready", "1 while turns are taken.", int(daemon.readiness.is_ready))
         yield _gauge("chatd_websocket_connections", "Open websockets.", len(daemon.connections))
         yield _gauge("chatd_uptime_seconds", "Since start.", daemon.clock() - daemon.started_at)
+        yield _gauge("chatd_asyncio_tasks", "Tasks of the front's event loop.", len(asyncio.all_tasks()))
+        yield _gauge("chatd_open_fds", "Descriptors that the front has open.", num_open_fds())
         info = GaugeMetricFamily("chatd_build_info", "The version that runs.", labels=("version",))
         info.add_metric((daemon.version,), 1)
         yield info
@@ -248,6 +252,11 @@ class _Scrape(Collector):
                 stats.num_oversized_steps,
             )
             yield _counter("chatd_engine_integrity_errors", "Invariants found broken.", stats.integrity_errors)
+
+
+def num_open_fds() -> int:
+    """Return the descriptors that this process has open."""
+    return int(psutil.Process().num_fds())
 
 
 def _tiers(rows: Sequence[TierPool]) -> Iterator[Metric]:
