@@ -70,7 +70,9 @@ def product_shape(packed: GpuWeight, num_rows: int, dtype: torch.dtype, facts: D
         -(-_BYTES_IN_FLIGHT // bytes_in_flight),
     )
     segment = -(-packed.in_features // (num_segments * inner)) * inner
-    return ProductShape(rows, outputs, inner, segment, 4 if is_small else 8, num_stages)
+    # What keeps registers from spilling: codes become numbers in them, and on some devices floats pass through them.
+    is_narrow = is_small or (packed.format != "int8" and not facts.has_shared_operands)
+    return ProductShape(rows, outputs, inner, segment, 4 if is_narrow else 8, num_stages)
 
 
 def _num_segments(num_tiles: int, most: int, num_processors: int, programs: int) -> int:
@@ -101,14 +103,13 @@ def launches(
     num_tiles = -(-num_rows // shape.rows) * -(-packed.out_features // shape.outputs)
     # In deterministic mode the segments stay where tiles fill the device: there a program gathers them.
     is_split = num_segments > 1 and not (packed.is_deterministic and num_tiles >= 2 * facts.num_processors)
-    size = (num_segments, num_rows, packed.out_features) if is_split else (0,)
-    partials = torch.empty(size, dtype=torch.float32, device=x.device)
+    size = (num_segments, num_rows, packed.out_features)
     unit = math.gcd(packed.out_features, _LARGEST_UNIT)
     common = {
         "scales": x if packed.scales is None else packed.scales,
         "bias": x if packed.bias is None else packed.bias,
         "out": out,
-        "partials": partials,
+        "partials": torch.empty(size, dtype=torch.float32, device=x.device) if is_split else x,
         "num_rows": num_rows,
         "out_units": packed.out_features // unit,
         "OUT_UNIT": unit,

@@ -22,20 +22,30 @@ FEATURES = tl.constexpr(16)
 
 @triton.jit
 def _sum_features(
-    p_w, p_x, o_k, i_begin, i_stop, b_part, IS_MASKED: tl.constexpr, HAS_CODES: tl.constexpr, BLOCK_K: tl.constexpr
+    p_w,
+    p_x,
+    m_m,
+    o_k,
+    i_begin,
+    i_stop,
+    b_part,
+    IS_MASKED: tl.constexpr,
+    HAS_CODES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """Add the products of the input features from `i_begin` to `i_stop`."""
     for i_k in range(i_begin, i_stop, BLOCK_K):
+        # Rows that are not there are not read: of few rows, the repeated ones would cost as much as the weights.
         if IS_MASKED:
             # [BLOCK_N, BLOCK_K]
             b_w = tl.load(p_w + i_k, mask=(o_k < i_stop - i_k)[None, :], other=0.0)
             # [BLOCK_K, BLOCK_M]
-            b_x = tl.load(p_x + i_k, mask=(o_k < i_stop - i_k)[:, None], other=0.0)
+            b_x = tl.load(p_x + i_k, mask=m_m[None, :] & (o_k < i_stop - i_k)[:, None], other=0.0)
         else:
             # [BLOCK_N, BLOCK_K]
             b_w = tl.load(p_w + i_k)
             # [BLOCK_K, BLOCK_M]
-            b_x = tl.load(p_x + i_k)
+            b_x = tl.load(p_x + i_k, mask=m_m[None, :], other=0.0)
         if HAS_CODES:
             b_w = decode(b_w, b_x.dtype, "int8")
         b_part = tl.dot(b_w, b_x, b_part, input_precision="ieee")
@@ -85,8 +95,9 @@ def product_tiles(
     first_m = i_m.to(tl.int64) * BLOCK_M
     first_n = i_n.to(tl.int64) * BLOCK_N
     left_m, left_n = num_rows - i_m * BLOCK_M, num_out - i_n * BLOCK_N
-    # What lies beyond the rows or outputs repeats the last: its sums are not stored.
-    p_x = x + first_m * num_in + tl.minimum(o_m, left_m - 1)[None, :] * num_in + o_k[:, None]
+    m_m = o_m < left_m
+    p_x = x + first_m * num_in + o_m[None, :] * num_in + o_k[:, None]
+    # What lies beyond the outputs repeats the last: its sums are not stored.
     p_w = weight + first_n * num_in + tl.minimum(o_n, left_n - 1)[:, None] * num_in + o_k[None, :]
 
     size = segment_steps * BLOCK_K
@@ -95,16 +106,16 @@ def product_tiles(
         for i_begin in range(0, num_in, size):
             i_stop = tl.minimum(i_begin + size, num_in)
             b_part = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-            b_sum += _sum_features(p_w, p_x, o_k, i_begin, i_stop, b_part, IS_MASKED, HAS_SCALES, BLOCK_K)
+            b_sum += _sum_features(p_w, p_x, m_m, o_k, i_begin, i_stop, b_part, IS_MASKED, HAS_SCALES, BLOCK_K)
     elif IS_SPLIT:
         i_begin = tl.program_id(1) * size
         i_stop = tl.minimum(i_begin + size, num_in)
-        b_sum = _sum_features(p_w, p_x, o_k, i_begin, i_stop, b_sum, IS_MASKED, HAS_SCALES, BLOCK_K)
+        b_sum = _sum_features(p_w, p_x, m_m, o_k, i_begin, i_stop, b_sum, IS_MASKED, HAS_SCALES, BLOCK_K)
     else:
-        b_sum = _sum_features(p_w, p_x, o_k, 0, num_in, b_sum, IS_MASKED, HAS_SCALES, BLOCK_K)
+        b_sum = _sum_features(p_w, p_x, m_m, o_k, 0, num_in, b_sum, IS_MASKED, HAS_SCALES, BLOCK_K)
 
     m_n = o_n < left_n
-    m_out = (o_m < left_m)[None, :] & m_n[:, None]
+    m_out = m_m[None, :] & m_n[:, None]
     o_out = o_m[None, :] * num_out + o_n[:, None]
     if IS_SPLIT:
         p_part = partials + (tl.program_id(1).to(tl.int64) * num_rows + first_m) * num_out + first_n
