@@ -7,7 +7,6 @@ import random
 import httpx
 
 from chatd.client.pool import apply_frame
-from chatd.engine.client import EngineState
 from chatd.protocol import (
     OutputTextDelta,
     Params,
@@ -21,32 +20,11 @@ from chatd.protocol import (
     UserMessage,
 )
 from chatd.server import openai
-from chatd.testing.sessions import CoreEngine, encode_text
+from chatd.testing.sessions import encode_text
+from chatd.testing.ticking_core import TickingCore
 
 from .conftest import eventually
 from .test_websocket import create, seqs_of, text_of
-
-
-class TickingCore(CoreEngine):
-    """The engine core, stepped by the loop."""
-
-    def __init__(self, **config) -> None:
-        super().__init__(**config)
-        self.state = EngineState.READY
-        self.phase = ("ready", 1.0)
-        self.num_restarts = 0
-        self.held = False
-
-    async def tick(self) -> None:
-        while True:
-            await asyncio.sleep(0 if self.core.has_work else 0.001)
-            if self.core.has_work:
-                self.step()
-            else:
-                self.clock.advance(0.01)
-                self._outbox += self.core.idle(self.clock())
-                self._deliver()
-
 
 END = (ResponseCompleted, ResponseIncomplete)
 

@@ -1,0 +1,196 @@
+"""A whole daemon in a process of its own, over the engine core with its fake runner: to be killed, starved and counted.
+
+```
+with ToyFarm(folder) as farm:
+    pid = farm.start(port)         forked from a process that has imported everything: some milliseconds
+    farm.kill(pid)                 kill -9, and the process is gone
+```
+What it answers is a function of the conversation's ids alone, so an answer that was interrupted can be compared, token
+for token, with one that was not. It listens on the loopback, takes everybody, and has no engine process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+from chatd.config import Settings
+from chatd.engine.client import EngineClient
+from chatd.server.backend import Backend, session_limits
+from chatd.server.daemon import Daemon
+from chatd.server.logging import configure_logging
+from chatd.server.serve import serve_async
+from chatd.sessions.manager import SessionManager
+from chatd.sessions.model_profile import ModelProfile
+from chatd.testing.sessions import STOP_IDS, VOCAB_SIZE, ByteChatEncoder, ByteVocabulary, encode_text
+from chatd.testing.ticking_core import TickingCore
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz  "
+CONTEXT = 4096
+
+
+class ToyBackend:
+    """Stands where `Backend` stands.
+
+    Args:
+        daemon: Is opened over the engine core.
+        settings: Of the daemon.
+        pace_s: Seconds of a step.
+    """
+
+    def __init__(self, daemon: Daemon, settings: Settings, pace_s: float) -> None:
+        self._daemon = daemon
+        self._settings = settings
+        self._pace_s = pace_s
+        self._ticking: asyncio.Task[None] | None = None
+
+    async def load(self) -> None:
+        """Open the daemon."""
+        engine = TickingCore(pace_s=self._pace_s, num_blocks=1024, answer_ids=encode_text(LETTERS))
+        profile = ModelProfile(
+            id="toy", context=CONTEXT, vocab_size=VOCAB_SIZE, stop_token_ids=STOP_IDS, max_tokens=None
+        )
+        manager = SessionManager(
+            cast(EngineClient, engine),
+            ByteChatEncoder(),
+            profile,
+            session_limits(self._settings),
+            vocabulary=ByteVocabulary(),
+            boot=self._daemon.boot,
+        )
+        engine.on_messages = manager.on_engine_messages
+        engine.log_of = manager.log_of_request
+        manager.on_engine_messages([cast(Any, engine.ready)])
+        self._ticking = asyncio.create_task(engine.tick(), name="engine")
+        self._daemon.open(manager, cast(EngineClient, engine))
+
+    async def close(self) -> None:
+        """End the engine."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.gather(self._ticking, return_exceptions=True)
+
+
+class ToyFarm:
+    """Starts daemons from one that is ready to be forked.
+
+    Args:
+        folder: Of all that they write; settings and state are the caller's to name below it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: subprocess.Popen[str] | None = None
+        self._running: set[int] = set()
+
+    def __enter__(self) -> Self:
+        environment = {**os.environ, "XDG_STATE_HOME": str(self._folder / "state")}
+        with (self._folder / "daemon.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "chatd.testing.toy_daemon"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pid in list(self._running):
+            self.kill(pid)
+        assert self._process is not None, "the farm was not entered"
+        self._process.communicate(timeout=30)
+
+    def start(self, port: int, *, pace_s: float = 0.002, **settings: Any) -> int:
+        """Start a daemon and return its process.
+
+        Args:
+            port: Where it listens; it may be a while until it does.
+            pace_s: Seconds of a step.
+            settings: Sections of the settings.
+        """
+        pid = int(self._ask({"start": {"port": port, "pace_s": pace_s, "settings": settings}}))
+        self._running.add(pid)
+        return pid
+
+    def kill(self, pid: int) -> None:
+        """Kill a daemon; returns when nothing of it is left."""
+        self._running.discard(pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        self._ask({"wait": pid})
+
+    @property
+    def log(self) -> str:
+        """What the daemons have logged."""
+        return (self._folder / "daemon.log").read_text()
+
+    def _ask(self, request: dict[str, Any]) -> str:
+        process = self._process
+        assert process is not None, "the farm was not entered"
+        assert process.stdin is not None, "a farm without a pipe"
+        assert process.stdout is not None, "a farm without a pipe"
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        answer = process.stdout.readline()
+        assert answer, f"the farm is gone: {self.log[-2000:]}"
+        return answer.strip()
+
+
+def _serve(port: int, pace_s: float, sections: dict[str, Any]) -> None:
+    server = {"port": port, "allow_anonymous_loopback": True, **sections.pop("server", {})}
+    settings = Settings(server=server, **sections)
+
+    def make_backend(daemon: Daemon, own: Settings) -> Backend:
+        return cast(Backend, ToyBackend(daemon, own, pace_s))
+
+    configure_logging("warning", "json")
+    asyncio.run(serve_async(settings, make_backend=make_backend))
+
+
+def _say(number: int) -> None:
+    sys.stdout.write(f"{number}\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    """Fork what is asked for on stdin, a line of JSON each, until that is closed."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            _, status = os.waitpid(request["wait"], 0)
+            _say(status)
+            continue
+        asked = request["start"]
+        pid = os.fork()
+        if pid:
+            _say(pid)
+            continue
+        exit_code = 0
+        try:
+            # The pipes are the farm's.
+            os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+            os.dup2(2, 1)
+            _serve(asked["port"], asked["pace_s"], asked["settings"])
+        except BaseException:
+            traceback.print_exc()
+            exit_code = 1
+        sys.stderr.flush()
+        os._exit(exit_code)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
