@@ -51,7 +51,9 @@ app.add_typer(config_app, name="config", rich_help_panel=SETTING_UP)
 notices = Console(stderr=True)
 output = Console()
 
-Quantization = Literal["fp16", "int8", "fp32"]
+Quantization = Literal["auto", "fp16", "bf16", "int8", "fp32"]
+KVDtype = Literal["auto", "float16", "bfloat16", "float32", "fp8", "int8"]
+Device = Literal["auto", "cpu", "cuda"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="TOML file (default: CHATD_CONFIG, or config.toml in your folder).")
@@ -65,7 +67,7 @@ ModelArgument = Annotated[
     str | None,
     typer.Argument(metavar="[MODEL]", help=f"Built-in name ({BUILT_IN_MODEL}), local folder, or Hugging Face id."),
 ]
-QuantizationOption = Annotated[Quantization | None, typer.Option(help="Weights of the linear layers on the CPU.")]
+QuantizationOption = Annotated[Quantization | None, typer.Option(help="Weights of the linear layers.")]
 
 
 def main() -> None:
@@ -116,7 +118,18 @@ def serve(
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Private key, PEM.")] = None,
     behind_proxy: Annotated[str | None, typer.Option(help="IP address or network of the proxy that ends TLS.")] = None,
+    device: Annotated[Device | None, typer.Option(help="Where the model runs; auto is a GPU if there is one.")] = None,
     quantization: QuantizationOption = None,
+    kv_dtype: Annotated[KVDtype | None, typer.Option(help="Format of the KV cache.")] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Compute answers alike whatever is beside them, on a GPU too.")
+    ] = False,
+    enforce_eager: Annotated[
+        bool, typer.Option("--enforce-eager", help="Capture no graphs of decode steps on a GPU.")
+    ] = False,
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help="Part of a GPU's memory that may be used, 0 to 1.")
+    ] = None,
     kv_memory: Annotated[str | None, typer.Option(help='Size of the block pool, such as "2GiB".')] = None,
     host_memory: Annotated[str | None, typer.Option(help='Host memory for KV beyond the pool, such as "8GiB".')] = None,
     disk_space: Annotated[str | None, typer.Option(help='Files for KV beyond all memory, such as "50GiB".')] = None,
@@ -139,7 +152,12 @@ def serve(
         "server.tls_cert": tls_cert,
         "server.tls_key": tls_key,
         "server.behind_proxy": behind_proxy,
+        "engine.device": device,
         "model.quantization": quantization,
+        "model.kv_dtype": kv_dtype,
+        "engine.deterministic": deterministic or None,
+        "engine.enforce_eager": enforce_eager or None,
+        "engine.gpu_memory_utilization": gpu_memory_utilization,
         "engine.kv_memory": kv_memory,
         "engine.host_memory": host_memory,
         "engine.disk_space": disk_space,

@@ -108,10 +108,21 @@ class ModelSettings(_Section):
     """Which model, and in which form."""
 
     name: str = Field(BUILT_IN_MODEL, description="A built-in name, a local folder, or a Hugging Face id.")
-    quantization: Literal["fp16", "int8", "fp32"] = Field(
-        "fp16", description="Weights of the linear layers on the CPU."
+    quantization: Literal["auto", "fp16", "bf16", "int8", "fp32"] = Field(
+        "auto",
+        description="Weights of the linear layers; `auto` is fp16 on the CPU and `dtype` on a GPU, where all but int8"
+        " are of that format.",
     )
-    kv_dtype: Literal["float16", "float32"] = Field("float16", description="Format of the KV cache.")
+    dtype: Literal["auto", "float16", "bfloat16", "float32"] = Field(
+        "auto",
+        description="What a GPU computes in; `auto` is what the model's makers chose, in 16 bits. The CPU computes in"
+        " float32.",
+    )
+    kv_dtype: Literal["auto", "float16", "bfloat16", "float32", "fp8", "int8"] = Field(
+        "auto",
+        description="Format of the KV cache; `auto` is float16 on the CPU and `dtype` on a GPU. fp8 and int8, which"
+        " hold nearly twice as many tokens, are for GPUs.",
+    )
     max_model_len: int | None = Field(
         None, ge=16, description="Tokens of a context; the model's own limit where absent."
     )
@@ -123,8 +134,22 @@ class ModelSettings(_Section):
 
 
 class EngineSettings(_Section):
-    """Memory and batch of the engine."""
+    """Device, memory and batch of the engine."""
 
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where the model runs; `auto` is a GPU where there is one."
+    )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="Part of a GPU's memory that may be used, what others use of it included."
+    )
+    enforce_eager: bool = Field(
+        False, description="Start every kernel by itself and capture no graphs of decode steps on a GPU."
+    )
+    deterministic: bool = Field(
+        False,
+        description="Have a GPU compute each answer alike whatever is beside it in the batch, for some of its speed."
+        " The CPU always does.",
+    )
     block_size: Literal[16, 32, 64] = Field(16, description="Tokens of a KV block.")
     kv_memory: str = Field("auto", description='Bytes of the block pool, such as "2GiB", or "auto".')
     host_memory: str = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from chatd.engine.cgroup import MemoryRoom
@@ -94,8 +95,7 @@ def size_pool(
     Raises:
         EnvironmentProblem: `no_room_for_pool`; says how much there is, how much is needed, and what mends it.
     """
-    context_blocks = -(-max_model_len // block_size) + _SPARE_BLOCKS
-    least_blocks = min(context_blocks, -(-MIN_MODEL_LEN // block_size) + _SPARE_BLOCKS)
+    context_blocks = _context_blocks(max_model_len, block_size)
     free = max(0, room.available - RESERVE_BYTES)
     if kv_memory_bytes is None:
         budget = min(int(room.limit * DEFAULT_SHARE), DEFAULT_CONTEXTS * context_blocks * block_bytes, free)
@@ -109,18 +109,107 @@ def size_pool(
                 param="engine.kv_memory",
                 hint=f"ask for less: --kv-memory {max(free, 0) // 2**20}MiB, or stop what uses the memory",
             )
+    return _pool(
+        budget,
+        block_bytes,
+        block_size,
+        max_model_len,
+        f"{_mib(room.available)} of {_mib(room.limit)} are free",
+        lambda needed: (
+            f"ask for more: --kv-memory {-(-needed // 2**20)}MiB"
+            if kv_memory_bytes is not None
+            else f"free {_mib(needed + RESERVE_BYTES)}, or use a smaller model"
+        ),
+    )
+
+
+def size_gpu_pool(
+    *,
+    block_bytes: int,
+    block_size: int,
+    max_model_len: int,
+    kv_memory_bytes: int | None,
+    utilization: float,
+    total_bytes: int,
+    free_bytes: int,
+    step_bytes: int,
+    graph_bytes: int,
+) -> PoolSize:
+    """Choose the size of a pool on a GPU: what the largest step and the graphs leave of the memory that may be used.
+
+    Args:
+        block_bytes: One block, all layers.
+        block_size: Tokens of a block.
+        max_model_len: Tokens of a context that the model and the settings allow.
+        kv_memory_bytes: The size that was asked for; chosen where None.
+        utilization: Part of the device's memory that may be used, all processes together, where no size is given.
+        total_bytes: The device's memory.
+        free_bytes: What is left of it once weights and buffers are there.
+        step_bytes: What the largest step took of that.
+        graph_bytes: What captured graphs will take.
+
+    Raises:
+        EnvironmentProblem: `no_room_for_pool`.
+    """
+    kept = step_bytes + graph_bytes
+    budget = max(0, int(total_bytes * utilization) - (total_bytes - free_bytes) - kept)
+    found = (
+        f"{_mib(free_bytes)} of the GPU's {_mib(total_bytes)} are free, steps and graphs take {_mib(kept)} of them, and"
+        f" {utilization:.0%} of the whole may be used"
+    )
+    if kv_memory_bytes is not None:
+        budget = kv_memory_bytes
+        if budget > free_bytes - kept:
+            raise EnvironmentProblem(
+                f"{_mib(budget)} for the KV pool do not fit: {_mib(free_bytes)} of the GPU's {_mib(total_bytes)} are "
+                f"free, and steps and graphs take {_mib(kept)} of them (kv_memory)",
+                code="no_room_for_pool",
+                param="engine.kv_memory",
+                hint=f"ask for less: --kv-memory {max(0, free_bytes - kept) // 2**20}MiB",
+            )
+
+    def hint(needed: int) -> str:
+        if kv_memory_bytes is not None:
+            return f"ask for more: --kv-memory {-(-needed // 2**20)}MiB"
+        return (
+            "use more of it (--gpu-memory-utilization), smaller steps (--max-num-batched-tokens, --max-num-seqs), KV in"
+            " 8 bits (--kv-dtype fp8), or a smaller model"
+        )
+
+    return _pool(budget, block_bytes, block_size, max_model_len, found, hint)
+
+
+def _context_blocks(max_model_len: int, block_size: int) -> int:
+    return -(-max_model_len // block_size) + _SPARE_BLOCKS
+
+
+def _pool(
+    budget: int, block_bytes: int, block_size: int, max_model_len: int, found: str, hint: Callable[[int], str]
+) -> PoolSize:
+    """Return the pool that so many bytes hold, with the context cut to what fits.
+
+    Args:
+        budget: Bytes.
+        block_bytes: One block, all layers.
+        block_size: Tokens of a block.
+        max_model_len: Tokens of a context that the model and the settings allow.
+        found: What memory there is, for the message.
+        hint: What mends it, by the bytes that the shortest context needs.
+
+    Raises:
+        EnvironmentProblem: `no_room_for_pool`.
+    """
+    context_blocks = _context_blocks(max_model_len, block_size)
+    least_blocks = min(context_blocks, _context_blocks(MIN_MODEL_LEN, block_size))
     num_blocks = budget // block_bytes
     if num_blocks < least_blocks:
         needed = least_blocks * block_bytes
-        by_request = kv_memory_bytes is not None
         raise EnvironmentProblem(
             f"{_mib(budget)} for the KV pool hold {num_blocks} blocks; a context of {MIN_MODEL_LEN} tokens needs "
-            f"{least_blocks} blocks, that is {_mib(needed)} ({_mib(room.available)} of {_mib(room.limit)} are free)",
+            f"{least_blocks} blocks, that is {_mib(needed)} ({found})",
             code="no_room_for_pool",
             param="engine.kv_memory",
-            hint=f"ask for more: --kv-memory {-(-needed // 2**20)}MiB"
-            if by_request
-            else f"free {_mib(needed + RESERVE_BYTES)}, or use a smaller model",
+            hint=hint(needed),
         )
     fitting = min(max_model_len, (num_blocks - _SPARE_BLOCKS) * block_size)
     notes = []

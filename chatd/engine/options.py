@@ -32,8 +32,13 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         model_id: The name that clients use.
         model_path: A checked folder; the engine fetches and converts nothing.
         model_digest: Of weights and config; part of every KV namespace.
-        quantization: Format of the linear layers' weights.
-        kv_dtype: Format of the KV cache.
+        quantization: Format of the linear layers' weights; "auto" is fp16 on the CPU and `dtype` on a GPU.
+        dtype: Format of activations; "auto" is float32 on the CPU and on a GPU that of the model's makers.
+        kv_dtype: Format of the KV cache; "auto" is float16 on the CPU and `dtype` on a GPU.
+        device: Where the model runs; "auto" is a GPU where there is one.
+        gpu_memory_utilization: Part of a GPU's memory that may be used, all processes together.
+        enforce_eager: Whether a GPU captures no graphs.
+        deterministic: Whether a GPU computes each request alike whatever is beside it; the CPU always does.
         max_model_len: Tokens of a context; the model's own limit where None. Lowered to what fits the pool.
         block_size: Tokens of a block.
         kv_memory_bytes: Size of the pool; chosen from free memory where None.
@@ -53,8 +58,13 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     model_id: str
     model_path: str
     model_digest: str
-    quantization: Literal["fp16", "int8", "fp32"] = "fp16"
-    kv_dtype: Literal["float16", "float32"] = "float16"
+    quantization: Literal["auto", "fp16", "bf16", "int8", "fp32"] = "auto"
+    dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
+    kv_dtype: Literal["auto", "float16", "bfloat16", "float32", "fp8", "int8"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
+    deterministic: bool = False
     max_model_len: int | None = None
     block_size: int = 16
     kv_memory_bytes: int | None = None

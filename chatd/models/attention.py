@@ -45,12 +45,12 @@ class RotaryTables:
 
 @dataclass(frozen=True, slots=True)
 class AttentionScratch:
-    """Activations that no layer keeps.
+    """Activations that no layer keeps, all of the model's dtype.
 
     Attributes:
-        qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]` float32.
-        query: `[num_tokens, num_heads, head_dim]` float32.
-        attended: `[num_tokens, num_heads * head_dim]` float32.
+        qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`.
+        query: `[num_tokens, num_heads, head_dim]`.
+        attended: `[num_tokens, num_heads * head_dim]`.
     """
 
     qkv: torch.Tensor
@@ -94,12 +94,12 @@ class Attention:
         """Write the rows' K and V into their slots, and what they attend to into `out`, which is returned.
 
         Args:
-            x: `[num_tokens, hidden_size]` float32, normed.
+            x: `[num_tokens, hidden_size]` of the model's dtype, normed.
             inputs: The batch.
             rotary: The model's tables.
             kv_cache: All layers' blocks.
             scratch: Of `num_tokens` rows.
-            out: `[num_tokens, hidden_size]` float32; not `x`.
+            out: `[num_tokens, hidden_size]` likewise; not `x`.
         """
         rope_kv_write(
             self.qkv(x, scratch.qkv),

@@ -59,9 +59,12 @@ class DecoderWeights:
 class _Buffers:
     """Activations of the largest step, allocated once and shared by all layers."""
 
-    def __init__(self, config: DecoderConfig, num_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, config: DecoderConfig, num_tokens: int, num_logits: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         def rows(*shape: int) -> torch.Tensor:
-            return torch.empty((num_tokens, *shape), dtype=torch.float32, device=device)
+            # Zeros, since nothing attends for the rows that fill up a captured batch.
+            return torch.zeros((num_tokens, *shape), dtype=dtype, device=device)
 
         self.residual = rows(config.hidden_size)
         self.normed = rows(config.hidden_size)
@@ -71,10 +74,10 @@ class _Buffers:
         self.attended = rows(config.num_heads * config.head_dim)
         self.gate_up = rows(2 * config.intermediate_size)
         self.activation = rows(config.intermediate_size)
-        self.logits = torch.empty((0, config.vocab_size), dtype=torch.float32, device=device)
+        self.logits = torch.empty((num_logits, config.vocab_size), dtype=dtype, device=device)
 
     def logits_rows(self, num_rows: int) -> torch.Tensor:
-        """Return space for the logits of a step, which grows to the largest number of rows that sample."""
+        """Return space for the logits of a step, which grows where more rows sample than there was room for."""
         if num_rows > self.logits.shape[0]:
             self.logits = self.logits.new_empty((num_rows, self.logits.shape[1]))
         return self.logits[:num_rows]
@@ -87,8 +90,10 @@ class Decoder:
         config: Its flags.
         weights: Its weights, on `device`.
         device: Where it runs.
+        dtype: Of activations and logits; float32 on the CPU.
         max_num_batched_tokens: Most rows of a step; sizes the activations.
         max_model_len: Positions for which rotary tables are made; at most `config.max_context`.
+        max_num_logits: Rows of logits that there is room for from the start: what a captured graph writes cannot grow.
     """
 
     def __init__(
@@ -97,17 +102,20 @@ class Decoder:
         weights: DecoderWeights,
         *,
         device: torch.device,
+        dtype: torch.dtype = torch.float32,
         max_num_batched_tokens: int,
         max_model_len: int,
+        max_num_logits: int = 0,
     ) -> None:
         assert max_model_len <= config.max_context, f"{max_model_len} positions, the model has {config.max_context}"
         self.config = config
         self.device = device
+        self.dtype = dtype
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self._weights = weights
         self._rotary = RotaryTables(*rotary_tables(config, max_model_len, device))
-        self._buffers = _Buffers(config, max_num_batched_tokens, device)
+        self._buffers = _Buffers(config, max_num_batched_tokens, max_num_logits, dtype, device)
         self._kv_cache: KVCache | None = None
 
     @property
@@ -130,7 +138,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInput) -> torch.Tensor:
-        """Run one step: write K and V of all rows, return logits `[num_logits, vocab_size]` float32.
+        """Run one step: write K and V of all rows, return logits `[num_logits, vocab_size]` of the model's dtype.
 
         Rows of one sequence may come in one batch or in several: a row sees the slots of its block table up to its own.
         The next call overwrites what this one returned.

@@ -68,9 +68,9 @@ class GatedMLP:
         """Write `[num_rows, hidden_size]` to `out` and return it.
 
         Args:
-            x: `[num_rows, hidden_size]` float32.
-            gate_up: Scratch, `[num_rows, 2 * intermediate_size]` float32.
-            activation: Scratch, `[num_rows, intermediate_size]` float32.
-            out: `[num_rows, hidden_size]` float32; not `x`.
+            x: `[num_rows, hidden_size]` of the model's dtype.
+            gate_up: Scratch, `[num_rows, 2 * intermediate_size]` likewise.
+            activation: Scratch, `[num_rows, intermediate_size]` likewise.
+            out: `[num_rows, hidden_size]` likewise; not `x`.
         """
         return self.down(silu_mul(self.gate_up(x, gate_up), activation), out)

@@ -1,4 +1,7 @@
-"""Builds a decoder from a model folder: fuses and packs the weights, a layer at a time, on all threads."""
+"""Builds a decoder from a model folder: fuses and packs the weights, a layer at a time, on all threads.
+
+For a GPU each tensor goes from the mapped file to its place on the device, so the host holds no second copy of any.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from chatd.models.layers import GatedMLP
 from chatd.models.model_config import DecoderConfig, load_decoder_config
 from chatd.models.quantization import PackedLinear, pack_linear
 from chatd.models.weights import EMBEDDING, FINAL_NORM, OUTPUT, WeightReader, layer_prefix
+from chatd_kernels.dispatch import backend_of
 
 Progress = Callable[[str, float], None]
 
@@ -28,7 +32,10 @@ def load_decoder(
     quantization: str = "fp16",
     max_num_batched_tokens: int = 512,
     max_model_len: int | None = None,
+    max_num_logits: int = 0,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    is_deterministic: bool = False,
     num_threads: int = 1,
     progress: Progress | None = None,
 ) -> Decoder:
@@ -36,10 +43,13 @@ def load_decoder(
 
     Args:
         folder: A checked model folder (`registry.resolve`).
-        quantization: Format of the linear layers' weights: "fp16", "int8" or "fp32".
+        quantization: Format of the linear layers' weights: "fp16", "int8", "fp32", or on a GPU "bf16".
         max_num_batched_tokens: Most rows of a step.
         max_model_len: Most tokens of a context; the model's own limit where None.
+        max_num_logits: Rows of logits that there is room for from the start.
         device: Where it runs.
+        dtype: Of activations; float32 on the CPU.
+        is_deterministic: Whether a row's bits may depend on that row alone; on the CPU they never depend on more.
         num_threads: That pack weights.
         progress: Called with ("loading weights", 0 to 1).
 
@@ -59,13 +69,16 @@ def load_decoder(
         )
     device = torch.device(device)
     with WeightReader(folder, config) as reader:
-        weights = _Packer(reader, config, quantization, device).pack(num_threads, report)
+        packer = _Packer(reader, config, quantization, device, dtype, is_deterministic=is_deterministic)
+        weights = packer.pack(num_threads, report)
     return Decoder(
         config,
         weights,
         device=device,
+        dtype=dtype,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=context,
+        max_num_logits=max_num_logits,
     )
 
 
@@ -83,20 +96,37 @@ def _check_sizes(config: DecoderConfig) -> None:
 class _Packer:
     """Turns stored tensors into the decoder's weights."""
 
-    def __init__(self, reader: WeightReader, config: DecoderConfig, quantization: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        reader: WeightReader,
+        config: DecoderConfig,
+        quantization: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        is_deterministic: bool,
+    ) -> None:
         self._reader = reader
         self._config = config
         self._quantization = quantization
         self._device = device
+        self._dtype = dtype
+        self._is_deterministic = is_deterministic
 
     def pack(self, num_threads: int, report: Progress) -> DecoderWeights:
         """Pack all layers and the output, on `num_threads` threads: packing is single-threaded and leaves the GIL."""
         config = self._config
         total = config.num_layers + 1
         report("loading weights", 0.0)
+        # A copy: a view would page in while answers stream, and die with the file if somebody truncates it.
+        stored = self._reader.read(EMBEDDING)
+        # On the CPU rows are converted as they are looked up.
+        embedding = stored.to(self._device, stored.dtype if self._is_on_cpu else self._dtype, copy=True)
         with ThreadPoolExecutor(num_threads) as pool:
             # The output is the largest piece, so it goes first.
-            output = pool.submit(self._linear, EMBEDDING if config.tie_word_embeddings else OUTPUT)
+            output = pool.submit(
+                self._pack, embedding if config.tie_word_embeddings else self._reader.read(OUTPUT), None
+            )
             pending = [pool.submit(self._layer, index) for index in range(config.num_layers)]
             layers = []
             for index, future in enumerate(pending):
@@ -105,8 +135,7 @@ class _Packer:
             packed_output = output.result()
         report("loading weights", 1.0)
         return DecoderWeights(
-            # A copy: a view would page in while answers stream, and die with the file if somebody truncates it.
-            embedding=self._reader.read(EMBEDDING).to(self._device, copy=True),
+            embedding=embedding,
             layers=layers,
             final_norm=self._vector(FINAL_NORM),
             output=packed_output,
@@ -137,14 +166,35 @@ class _Packer:
             ),
         )
 
-    def _linear(self, name: str) -> PackedLinear:
-        return pack_linear(self._reader.read(name), None, self._quantization, device=self._device)
+    @property
+    def _is_on_cpu(self) -> bool:
+        """Whether the CPU's kernels run the model: on CPU tensors that Triton interprets they do not."""
+        return backend_of(self._device.type) == "cpu"
+
+    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+        return pack_linear(
+            weight, bias, self._quantization, device=self._device, is_deterministic=self._is_deterministic
+        )
 
     def _fused(self, names: list[str], *, has_bias: bool) -> PackedLinear:
         """Pack projections of the same input as one, their rows in the order of the names."""
-        weight = torch.cat([self._reader.read(f"{name}.weight") for name in names])
-        bias = torch.cat([self._reader.read(f"{name}.bias") for name in names]) if has_bias else None
-        return pack_linear(weight, bias, self._quantization, device=self._device)
+        return self._pack(
+            self._joined([f"{name}.weight" for name in names]),
+            self._joined([f"{name}.bias" for name in names]) if has_bias else None,
+        )
+
+    def _joined(self, names: list[str]) -> torch.Tensor:
+        """Return tensors one below the other; for a GPU on the device, each copied to its place there."""
+        parts = [self._reader.read(name) for name in names]
+        if self._is_on_cpu:
+            return torch.cat(parts)
+        shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+        joined = torch.empty(shape, dtype=self._dtype, device=self._device)
+        end = 0
+        for part in parts:
+            joined[end : end + len(part)].copy_(part)
+            end += len(part)
+        return joined
 
     def _vector(self, name: str) -> torch.Tensor:
         return self._reader.read(name).to(self._device, torch.float32, copy=True)

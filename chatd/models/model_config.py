@@ -59,6 +59,7 @@ class DecoderConfig:
         qk_norm: Each head of q and k is normed before the rotation (Qwen3).
         tie_word_embeddings: The output layer is the embedding.
         sliding_windows: For each layer, how many positions a row sees, itself included; None sees all.
+        dtype: What the makers say that the weights are in, such as "bfloat16"; None where they do not.
     """
 
     architecture: str
@@ -79,6 +80,7 @@ class DecoderConfig:
     qk_norm: bool
     tie_word_embeddings: bool
     sliding_windows: tuple[int | None, ...]
+    dtype: str | None = None
 
     @property
     def qkv_size(self) -> int:
@@ -196,6 +198,7 @@ def parse_decoder_config(raw: Mapping[str, Any], *, source: str = CONFIG_FILE) -
         qk_norm=architecture == "Qwen3ForCausalLM",
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         sliding_windows=_sliding_windows(architecture, fields, num_layers),
+        dtype=_dtype(raw),
     )
 
 
@@ -358,6 +361,12 @@ def _sliding_windows(architecture: str, fields: _Fields, num_layers: int) -> tup
     if unknown := {str(kind) for kind in layer_types} - {"full_attention", "sliding_attention"}:
         raise _unsupported(f"layers of type {', '.join(sorted(unknown))} are not supported")
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def _dtype(raw: Mapping[str, Any]) -> str | None:
+    # The second is the spelling before transformers 5.
+    dtype = raw.get("dtype") or raw.get("torch_dtype")
+    return dtype if isinstance(dtype, str) else None
 
 
 def _token_ids(value: object) -> list[int]:

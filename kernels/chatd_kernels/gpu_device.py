@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
+import numpy.typing as npt
 import torch
+
+from chatd_kernels.stream import DeviceMemory, Ended, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +111,88 @@ def pin_memory(data: torch.Tensor) -> None:
     error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.nbytes, 0)  # type: ignore[no-untyped-call]
     if int(error):
         raise OSError(f"{data.nbytes} bytes were not pinned: {error}")
+
+
+OutOfDeviceMemory = torch.OutOfMemoryError
+"""What an allocation on a device raises that has no room; the device goes on working."""
+
+
+def has_gpu() -> bool:
+    """Return whether torch can compute on a GPU here."""
+    return torch.cuda.is_available()
+
+
+class _EndedOnGpu:
+    """An end in a GPU's stream."""
+
+    def __init__(self, stream: torch.cuda.Stream, work: Work) -> None:
+        self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._start.record(stream)
+        work()
+        self._end.record(stream)
+
+    def wait(self) -> None:
+        self._end.synchronize()
+
+    @property
+    def seconds(self) -> float:
+        return float(self._start.elapsed_time(self._end)) / 1e3
+
+
+class GpuStream:
+    """A stream of the current GPU, which becomes this thread's own; see `stream.Stream`.
+
+    Work starts at once, so an error of the host's part of it, such as `OutOfDeviceMemory`, is raised by `run`.
+    """
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.name = torch.cuda.get_device_name(self.device)
+        self.has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        torch.cuda.set_stream(self._stream)
+        self._graph_memory: Any = None
+
+    def run(self, work: Work) -> Ended:
+        """Put work in."""
+        return _EndedOnGpu(self._stream, work)
+
+    def capture(self, work: Work) -> Work:
+        """Return what replays the work."""
+        if self._graph_memory is None:
+            # One memory for all graphs, since no two of them run at a time.
+            self._graph_memory = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_memory, stream=self._stream):
+            work()
+        return graph.replay
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return memory of the host that the device reaches."""
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+    def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """Return a copy on the device."""
+        # The allocator of pinned memory keeps this until the copy is done.
+        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+
+    def synchronize(self) -> None:
+        """Wait for everything."""
+        torch.cuda.synchronize(self.device)
+
+    def memory(self) -> DeviceMemory:
+        """Return what is free now."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        return DeviceMemory(*torch.cuda.mem_get_info(self.device))
+
+    def peak_bytes(self, work: Work) -> int:
+        """Run work, and return how much memory it took."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        work()
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_reserved(self.device) - before

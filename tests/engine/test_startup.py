@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from chatd.engine import startup
+from chatd.engine import cpu_startup, startup
 from chatd.engine.cgroup import MemoryRoom
 from chatd.engine.memory import RESERVE_BYTES
 from chatd.engine.options import EngineOptions, TenantShare
@@ -55,7 +55,7 @@ def test_memory_that_the_system_refuses_is_a_problem_of_the_machine(tiny_model, 
     def refuse(_size):
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(startup, "map_memory", refuse)
+    monkeypatch.setattr(cpu_startup, "map_memory", refuse)
     with pytest.raises(EnvironmentProblem, match="8 MiB for the KV pool could not be allocated"):
         startup.load_model(options_for(tiny_model), quietly)
 

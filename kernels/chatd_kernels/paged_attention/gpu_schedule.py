@@ -178,6 +178,22 @@ def build_tiles(
     )
 
 
+def most_partial_rows(
+    shapes: TileShapes, num_kv_heads: int, num_q_heads: int, facts: DeviceFacts, max_num_seqs: int, max_model_len: int
+) -> int:
+    """Return how many rows the partial sums of one kind of tile have at most, in any step."""
+    group = num_q_heads // num_kv_heads
+    if shapes.segment:
+        # Large tiles are not split here.
+        return max_num_seqs * num_kv_heads * -(-max_model_len // shapes.segment) * shapes.decode.tokens * group
+    # Where there is more than one split, all splits of all tiles and KV heads are so many programs at most.
+    return (
+        facts.num_processors
+        * group
+        * max(_DECODE_PROGRAMS * shapes.decode.tokens, _PREFILL_PROGRAMS * shapes.prefill.tokens)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class TileBatch:
     """The tiles of one kind, on the device.

@@ -7,16 +7,19 @@ from collections.abc import Sequence
 import torch
 
 from chatd_kernels.dispatch import launcher
+from chatd_kernels.gpu_device import wait_for_stream
 from chatd_kernels.kv_cache import KVCache
 
 
-def store_blocks(kv_cache: KVCache, host: torch.Tensor, moves: Sequence[tuple[int, int]]) -> None:
+def store_blocks(
+    kv_cache: KVCache, host: torch.Tensor, moves: Sequence[tuple[int, int]], *, waits: bool = True
+) -> None:
     """Copy blocks of the cache to slots of the host, all layers; moves are (block, slot).
-
-    The host has the bytes when this returns.
 
     Args:
         kv_cache: The cache.
+        waits: Whether the host has the bytes when this returns; else once the cache's device has run all that it was
+            given up to now.
         host: `[num_slots, num_layers, 2, num_kv_heads, block_size * head_dim]`, contiguous, the cache's dtype.
         moves: No slot twice.
 
@@ -25,6 +28,8 @@ def store_blocks(kv_cache: KVCache, host: torch.Tensor, moves: Sequence[tuple[in
     """
     _check(kv_cache, host, moves)
     launcher("swap_blocks", kv_cache.data.device.type, "store_blocks")(kv_cache, host, _runs(moves))
+    if waits:
+        wait_for_stream(kv_cache.data.device)
 
 
 def load_blocks(kv_cache: KVCache, host: torch.Tensor, moves: Sequence[tuple[int, int]]) -> None:

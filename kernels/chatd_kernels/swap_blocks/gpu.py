@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 
 from chatd_kernels.copy_blocks.gpu import on_device, part_launch
-from chatd_kernels.gpu_device import wait_for_stream
 from chatd_kernels.kv_cache import KVCache
 
 SMALL_BLOCK_BYTES = 512 << 10
@@ -19,7 +18,7 @@ SMALL_BLOCK_BYTES = 512 << 10
 
 
 def store_blocks(kv_cache: KVCache, host: torch.Tensor, runs: Sequence[tuple[int, int, int]]) -> None:
-    """Copy runs (first block, first slot, number) to the host, and wait for the last byte."""
+    """Copy runs (first block, first slot, number) to the host, which has them once the stream has run that."""
     data = kv_cache.data
     if runs and _is_gathered(kv_cache, host):
         pairs = [(block + i, slot + i) for block, slot, count in runs for i in range(count)]
@@ -27,7 +26,6 @@ def store_blocks(kv_cache: KVCache, host: torch.Tensor, runs: Sequence[tuple[int
     else:
         for block, slot, count in runs:
             host[slot : slot + count].copy_(data[block : block + count], non_blocking=True)
-    wait_for_stream(data.device)
 
 
 def load_blocks(kv_cache: KVCache, host: torch.Tensor, runs: Sequence[tuple[int, int, int]]) -> None:

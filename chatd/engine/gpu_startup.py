@@ -1,0 +1,207 @@
+"""Start-up on a GPU: the pool takes the memory that weights, the largest step and the graphs leave.
+
+```
+weights → buffers → a profiled step of the largest size → pool → graphs → a trial step
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from chatd.engine.cgroup import MemoryRoom, available_cpus
+from chatd.engine.cost_model import CostParameters
+from chatd.engine.decode_graphs import bucket_sizes
+from chatd.engine.gpu_runner import GpuRunner
+from chatd.engine.loaded_model import LoadedModel, Report
+from chatd.engine.lower_tiers import allocate_host, open_lower_tiers
+from chatd.engine.memory import size_gpu_pool, size_host
+from chatd.engine.number_formats import NumberFormats, formats_for_gpu
+from chatd.engine.options import EngineOptions
+from chatd.engine.plan import BlockId, Chunk, Plan, RequestId, SampleSpec
+from chatd.engine.sampling import SamplingParams
+from chatd.errors import EnvironmentProblem
+from chatd.models.decoder import Decoder
+from chatd.models.loader import load_decoder
+from chatd.models.model_config import load_decoder_config
+from chatd_kernels.gpu_device import OutOfDeviceMemory
+from chatd_kernels.kv_cache import KVCache, KVCacheLayout, device_key_group
+from chatd_kernels.stream import Stream
+
+GRAPH_BYTES = 32 * 2**20
+"""Taken for what a captured graph takes beside the buffers that all share: its nodes, and what the driver keeps."""
+
+COST = CostParameters(fixed_s=8e-3, per_row_s=5e-5, per_pair_s=2e-9)
+"""Of steps, until they were measured: a model of 8 billion weights on a card of 2 TB/s."""
+
+_MAX_LOADING_THREADS = 4
+_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+
+
+def load_on_gpu(options: EngineOptions, stream: Stream, report: Report, room: Callable[[], MemoryRoom]) -> LoadedModel:
+    """Load weights, profile a step, allocate the pool and capture graphs; see `startup.load_model`.
+
+    Args:
+        options: What to load, and how.
+        stream: Of the GPU.
+        report: Called with each phase and its progress from 0 to 1.
+        room: Tells the memory of the host that is left.
+    """
+    config = load_decoder_config(Path(options.model_path))
+    formats = formats_for_gpu(options, config.dtype, has_bfloat16=stream.has_bfloat16)
+    with _told_of_room(stream):
+        decoder = load_decoder(
+            Path(options.model_path),
+            quantization=formats.weights,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=options.max_model_len,
+            max_num_logits=options.max_num_seqs,
+            device=stream.device,
+            dtype=_DTYPES[formats.dtype],
+            is_deterministic=options.deterministic,
+            num_threads=min(_MAX_LOADING_THREADS, available_cpus()),
+            progress=report,
+        )
+        # Threads have copied the weights, each in the order of its own.
+        stream.synchronize()
+        layout = _layout(decoder, options, formats)
+        host_slots, _ = size_host(
+            block_bytes=layout.block_bytes,
+            host_memory_bytes=options.host_memory_bytes,
+            needs_staging=options.disk_space_bytes > 0,
+            room=room(),
+        )
+        host = allocate_host(host_slots, layout, is_pinned=stream.device.type == "cuda")
+        # One block that every row of the profiled steps writes to.
+        _bind_cache(decoder, layout, 1)
+        runner = GpuRunner(
+            decoder, stream, max_num_seqs=options.max_num_seqs, is_deterministic=options.deterministic, host=host
+        )
+        steps = _largest_steps(decoder, options)
+        step_bytes = stream.peak_bytes(lambda: _run(runner, steps, partial(report, "profiling a step")))
+        sizes = [] if options.enforce_eager else bucket_sizes(options.max_num_seqs)
+        report("allocating the KV pool", 0.0)
+        memory = stream.memory()
+        pool = size_gpu_pool(
+            block_bytes=layout.block_bytes,
+            block_size=options.block_size,
+            max_model_len=decoder.max_model_len,
+            kv_memory_bytes=options.kv_memory_bytes,
+            utilization=options.gpu_memory_utilization,
+            total_bytes=memory.total,
+            free_bytes=memory.free,
+            step_bytes=step_bytes,
+            graph_bytes=GRAPH_BYTES * len(sizes),
+        )
+        _bind_cache(decoder, layout, pool.num_blocks)
+        if sizes:
+            runner.capture(sizes, partial(report, "capturing graphs"))
+        _run(runner, steps[-1:], partial(report, "trying a step"))
+    tiers = open_lower_tiers(options, decoder.kv_cache, host)
+    stream.synchronize()
+    notes = [*_describe(stream, formats, runner, options), *pool.notes, *tiers.notes]
+    return LoadedModel(
+        runner,
+        decoder,
+        pool,
+        formats.weights,
+        _kv_format(formats, options),
+        notes,
+        tiers,
+        cost=COST,
+        # Decodes take milliseconds: a pause of 50 would be seen.
+        target_step_s=0.0,
+        steps_in_flight=2,
+    )
+
+
+@contextmanager
+def _told_of_room(stream: Stream) -> Iterator[None]:
+    """Say of memory that is not there how much there is, and what mends it."""
+    try:
+        yield
+    except OutOfDeviceMemory as error:
+        memory = stream.memory()
+        raise EnvironmentProblem(
+            f"the model and its largest step do not fit on {stream.name}: {memory.free / 2**20:,.0f} of "
+            f"{memory.total / 2**20:,.0f} MiB are free beside what was loaded",
+            code="no_room_for_model",
+            param="model.name",
+            hint="use a smaller model, weights in 8 bits (--quantization int8), or smaller steps "
+            "(--max-num-batched-tokens, --max-num-seqs)",
+        ) from error
+
+
+def _layout(decoder: Decoder, options: EngineOptions, formats: NumberFormats) -> KVCacheLayout:
+    config = decoder.config
+    return KVCacheLayout(
+        config.num_layers,
+        config.num_kv_heads,
+        options.block_size,
+        config.head_dim,
+        _DTYPES[formats.kv_dtype],
+        device_key_group(decoder.device),
+    )
+
+
+def _bind_cache(decoder: Decoder, layout: KVCacheLayout, num_blocks: int) -> None:
+    shape = (num_blocks, *layout.block_shape)
+    data = torch.zeros(shape, dtype=layout.storage_dtype, device=decoder.device)
+    decoder.bind_kv_cache(KVCache(data, layout))
+
+
+def _largest_steps(decoder: Decoder, options: EngineOptions) -> list[Plan]:
+    """Return the steps that take most memory, all in block 0, whose content no request has seen.
+
+    They are a step of as many rows as there may be in one chunk, one of as many chunks, and one of as many decodes. So
+    the kernels of every kind of step are compiled, too.
+    """
+    greedy = SampleSpec(SamplingParams(max_tokens=1), 0)
+    drawn = SampleSpec(
+        SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, frequency_penalty=0.1, seed=0),
+        0,
+        prompt_ids=[0],
+    )
+    num_rows, num_seqs = options.max_num_batched_tokens, options.max_num_seqs
+
+    def chunk(index: int, length: int, sample: SampleSpec) -> Chunk:
+        length = min(length, decoder.max_model_len)
+        blocks = [BlockId(0)] * -(-length // options.block_size)
+        return Chunk(RequestId(-1 - index), 0, [0] * length, blocks, sample)
+
+    steps = (
+        [chunk(0, num_rows, drawn)],
+        [chunk(i, num_rows // num_seqs, drawn) for i in range(num_seqs)],
+        [chunk(i, 1, drawn if i % 2 else greedy) for i in range(num_seqs)],
+    )
+    return [Plan(-1, chunks, (), options.block_size) for chunks in steps]
+
+
+def _run(runner: GpuRunner, plans: Sequence[Plan], report: Callable[[float], None]) -> None:
+    for number, plan in enumerate(plans):
+        report(number / len(plans))
+        runner.execute(plan)
+
+
+def _kv_format(formats: NumberFormats, options: EngineOptions) -> str:
+    """Name what the bits of a block depend on: two engines that name the same may read each other's."""
+    computed = f"{formats.kv_dtype}/gpu/{formats.dtype}"
+    return f"{computed}/deterministic" if options.deterministic else computed
+
+
+def _describe(stream: Stream, formats: NumberFormats, runner: GpuRunner, options: EngineOptions) -> list[str]:
+    """Return what a person at the terminal wants to know of the device and how it runs."""
+    graphs = f"{runner.num_graphs} graphs of decode steps" if runner.num_graphs else "no graphs (enforce_eager)"
+    kind = ", deterministic" if options.deterministic else ""
+    return [f"runs on {stream.name} in {formats.dtype}, KV in {formats.kv_dtype}, {graphs}{kind}"]
