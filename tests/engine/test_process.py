@@ -168,3 +168,34 @@ def test_a_fault_of_its_own_is_told_and_logged(start, tiny_model, monkeypatch, c
     assert exit_code == 1
     assert said[-1] == StartFailed("engine_start_failed", "ZeroDivisionError: division by zero", 1)
     assert "engine.start_failed" in caplog.messages
+
+
+# An engine whose model never comes back from a certain token, with the interpreter's lock held, as a bad kernel does.
+STUCK_AT = 13
+STUCK_ENGINE = f"""
+import ctypes, sys
+from chatd.engine import process
+from chatd.engine.model_runner import ModelRunner
+execute = ModelRunner.execute
+def stuck(self, plan):
+    if any({STUCK_AT} in chunk.token_ids for chunk in plan.chunks):
+        ctypes.PyDLL(None).pause()
+    return execute(self, plan)
+ModelRunner.execute = stuck
+sys.exit(process.main(sys.argv[1:]))
+"""
+
+
+async def test_an_engine_that_never_comes_back_from_its_kernel_is_replaced(tiny_model):
+    client = EngineClient(
+        options_for(tiny_model), first_backoff_s=0.01, hang_timeout_s=2.0, command=(sys.executable, "-c", STUCK_ENGINE)
+    )
+    await client.start()
+    messages = client.messages()
+    client.send(submit(1, [5, STUCK_AT, 7]))
+    died = await next_of(messages, EngineDied)
+    assert died.reason.startswith("no sign of life for 2.0 s, in a step that should take 0.")
+    await next_of(messages, Ready)
+    client.send(submit(2, [5, 6, 7]))
+    assert (await next_of(messages, Done)).request == 2
+    await client.close()
