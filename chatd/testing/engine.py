@@ -218,10 +218,10 @@ class ProvenanceRunner:
             self._clock.advance(move_s)
         if self.raise_next or (self.failing and any(chunk.request_id in self.failing for chunk in plan.chunks)):
             self.raise_next = False
-            self._lose_stores(plan)
+            self._lose(plan)
             raise RuntimeError("the step failed as it was told to")
         if self.max_rows is not None and rows > self.max_rows:
-            self._lose_stores(plan)
+            self._lose(plan)
             raise StepTooLarge(f"{rows} rows, there is memory for {self.max_rows}")
         if self.device_fails:
             raise DeviceFault("an illegal memory access was encountered")
@@ -232,9 +232,12 @@ class ProvenanceRunner:
         }
         return StepOutput(sampled, failed=failed, model_s=model_s, move_s=move_s, candidates=candidates)
 
-    def _lose_stores(self, plan: Plan) -> None:
+    def _lose(self, plan: Plan) -> None:
+        """Have nothing of a step that fails where it should be: how far it got, nobody knows."""
         for move in plan.stores:
             self.host[move.slot] = None
+        for copy in plan.copies:
+            self.poison(copy.target)
 
     def _store(self, stores: Sequence[BlockMove]) -> None:
         size = self.block_size

@@ -34,6 +34,10 @@ class LaunchedStep:
     output: StepOutput | None = None
     error: Exception | None = None
 
+    def fail_with(self, before: LaunchedStep) -> None:
+        """Have nothing come of it, since the step before has failed."""
+        self.output, self.error = None, RuntimeError(f"step {before.plan.step} has failed before")
+
     def result(self) -> StepOutput:
         """Run what was launched up to this step, and return what came of it."""
         self.runner.run_up_to(self)
@@ -79,7 +83,11 @@ class PipelinedProvenanceRunner(ProvenanceRunner):
             self.violation = error
             raise
         if self.is_eager:
-            self._run(step)
+            before = self.launched[0]
+            if before.error is None:
+                self._run(step)
+            else:
+                step.fail_with(before)
         return step
 
     def _launch(self, plan: Plan) -> LaunchedStep:
@@ -115,6 +123,9 @@ class PipelinedProvenanceRunner(ProvenanceRunner):
         self.launched.popleft()
         if step.output is None and step.error is None:
             self._run(step)
+        if step.error is not None:
+            for behind in self.launched:
+                behind.fail_with(step)
 
     def _run(self, step: LaunchedStep) -> None:
         self._truths = step.truths

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from ahead_faults import AHEAD_FAULTS
 from cache_faults import CACHE_FAULTS, LEASE_FAULTS
 from disk_faults import DISK_FAULTS
 from engine_faults import SCHEDULE_FAULTS
@@ -20,6 +21,7 @@ FAULTS = (
     *TIER_FAULTS,
     *DISK_FAULTS,
     *SCHEDULE_FAULTS,
+    *AHEAD_FAULTS,
     *MODEL_FAULTS,
     *SESSION_FAULTS,
 )
