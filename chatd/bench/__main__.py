@@ -13,6 +13,7 @@ BENCHMARKS = {
     "resources": "registers and shared memory of the kernels for GPUs, compiled without one",
     "front": "deltas that the front carries on one core",
     "pool": "operations of the block pool and the prefix index",
+    "ahead": "how long a device stands still between two steps, with and without one step ahead",
     "tui": "how the terminal client feels while an answer streams",
     "lengths": "lengths of MT-bench conversations in the small model's tokens, for others to use",
     "memory": "what memory holds, paged and contiguous",

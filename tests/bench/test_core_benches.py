@@ -2,6 +2,7 @@
 
 import pytest
 
+from chatd.bench.ahead import ahead_figures
 from chatd.bench.fork import fork_figures
 from chatd.bench.pool import pool_figures, tenant_figures
 from chatd.bench.prefix import machinery_figures
@@ -34,3 +35,10 @@ def test_operations_of_the_pool_are_timed():
 @pytest.mark.parametrize("with_floors", [False, True])
 def test_eviction_is_timed_with_tenants(num_tenants, with_floors):
     assert tenant_figures(1000, num_tenants, with_floors=with_floors) > 0
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_what_a_device_waits_for_is_measured(steps_in_flight):
+    figures = ahead_figures(4, 1e-4, steps_in_flight, num_steps=5)
+    assert figures["cpu_ms"] > 0
+    assert 0 <= figures["idle_ms"] <= figures["idle_p90_ms"]
