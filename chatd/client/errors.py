@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMessage, InvalidStatus
 
 from chatd import protocol
 from chatd.errors import (
@@ -74,6 +74,9 @@ def error_of_connect(error: Exception, url: str) -> ChatdError:
             kind = _BY_STATUS.get(status) or (NotFound if code else Unavailable)
             rebuilt = kind(text, code=code)
         return rebuilt
+    if isinstance(error, InvalidMessage) and isinstance(error.__cause__, EOFError | OSError):
+        # It was killed, or restarted, between taking the connection and answering: another one may come.
+        return Unavailable(f"{url} closed the connection in the handshake", code="unreachable")
     if isinstance(error, InvalidHandshake):
         return NotFound(f"{url} does not speak {protocol.SUBPROTOCOL}: {error}", code="not_a_daemon")
     reason = "it took too long" if isinstance(error, TimeoutError) else str(error) or type(error).__name__

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
@@ -104,6 +105,10 @@ class EventQueue:
                     self._entries.append(event)
                     return True
         return False
+
+    def holds(self, is_meant: Callable[[Event], bool]) -> bool:
+        """Return whether such an event waits; text that was merged is none."""
+        return any(not isinstance(entry, _Run) and is_meant(entry) for entry in self._entries)
 
     def fail(self, error: ChatdError) -> None:
         """End the consumer with `error` once it has read what is here already."""

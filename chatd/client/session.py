@@ -260,6 +260,10 @@ class Turn:
             while self.reason is None:
                 event = await queue.get()
                 if isinstance(event, SessionAttached):
+                    if queue.holds(self._is_begin):
+                        continue  # It shows the session before this turn.
+                    # A restarted daemon counts anew.
+                    first_seq = event.head_seq + 1
                     for repaired in self._after_snapshot(event):
                         yield repaired
                 elif self._concerns(event, first_seq):
@@ -276,6 +280,14 @@ class Turn:
         added, _ = await ask(self._command, ItemAdded, session=session)
         self._begun = self.message = added.item
         return added.seq
+
+    def _is_begin(self, event: Event) -> bool:
+        """Return whether an event is the first of this turn."""
+        return (
+            self._begun is not None
+            and isinstance(event, ItemAdded | ResponseCreated)
+            and event.item.id == self._begun.id
+        )
 
     def _concerns(self, event: Event, first_seq: int) -> bool:
         """Note what a live event says about this turn; False for a transcript event of another."""

@@ -641,3 +641,29 @@ def test_every_error_class_comes_back_as_itself() -> None:
     unknown = error_from(p.ErrorBody(type="conflict_error", code="brand_new", message="m"))
     assert type(unknown) is Conflict
     assert unknown.error_code == "brand_new"
+
+
+async def test_a_daemon_that_dies_in_the_handshake_is_tried_again() -> None:
+    async with ScriptedDaemon() as daemon:
+        num_cut = 0
+
+        async def cut_or_pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal num_cut
+            await reader.readuntil(b"\r\n\r\n")
+            num_cut += 1
+            if num_cut == 3:
+                door.close()
+            writer.close()
+
+        async with Client(daemon.url, backoff=lambda _attempt: 0.01) as client:
+            session = await client.create_session()
+            port = int(daemon.url.rsplit(":", 1)[1])
+            await daemon.stop()
+            # Somebody else has the port for a while, and hangs up on everybody who has asked.
+            door = await asyncio.start_server(cut_or_pass, "127.0.0.1", port)
+            async with asyncio.timeout(10):
+                while num_cut < 3:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            await door.wait_closed()
+            await daemon.start()
+            assert (await client.get_session(session.id))[0].id == session.id
