@@ -82,6 +82,8 @@ class _SessionDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     closed: bool
     vocabulary: str
     model: str
+    num_items: int = 0
+    num_tokens: int = 0
     context_policy: ContextPolicy = "refuse"
 
 
@@ -213,6 +215,8 @@ def session_row(session: SessionRecord) -> SessionRow:
         closed=session.closed,
         vocabulary=session.vocabulary,
         model=session.model,
+        num_items=session.num_items,
+        num_tokens=session.num_tokens,
         context_policy=session.context_policy,
     )
     values = (
@@ -252,6 +256,8 @@ def session_record(tenant: str, user: str, row: SessionRow) -> SessionRecord:
         head=row.head,
         vocabulary=details.vocabulary,
         model=details.model,
+        num_items=details.num_items,
+        num_tokens=details.num_tokens,
         context_policy=details.context_policy,
     )
 

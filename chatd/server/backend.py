@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
-from chatd.config import Settings, cache_dir, parse_bytes
+from chatd.config import Settings, cache_dir, parse_bytes, state_dir
 from chatd.engine.client import EngineClient
 from chatd.engine.messages import Ready
 from chatd.engine.options import EngineOptions, TenantShare
 from chatd.errors import ConfigError, StartupError
+from chatd.journal.journal import Journal
 from chatd.server.daemon import Daemon
 from chatd.server.logging import get_logger
 from chatd.sessions.limits import SessionLimits
@@ -89,6 +91,8 @@ class Backend:
         self._resolve = resolve
         self._make_engine = make_engine
         self._engine: EngineClient | None = None
+        self._journal: Journal | None = None
+        self._manager: SessionManager | None = None
         self._running: asyncio.Task[None] | None = None
 
     async def load(self) -> Ready:
@@ -100,12 +104,17 @@ class Backend:
         daemon, settings = self._daemon, self._settings
         options_of = engine_options(settings)
         prompts = await asyncio.to_thread(public_prompts, settings)
+        if settings.journal.enabled:
+            # Before anything large: another daemon may have it.
+            daemon.report("opening the journal", 0.0)
+            self._journal = await asyncio.to_thread(Journal.open, journal_dir(settings))
         files = await _in_daemon_thread(lambda: self._resolve(settings.model.name, daemon.report))
         engine = self._engine = self._make_engine(options_of(files))
         daemon.report("starting the engine", 0.0)
         starting = asyncio.create_task(engine.start(self._on_progress), name="engine start")
         try:
             tokenizer, encoder = await asyncio.to_thread(load_encoder, files.path, settings)
+            vocabulary = await asyncio.to_thread(vocabulary_digest, files.path, encoder)
             ready = await starting
         except BaseException:
             starting.cancel()
@@ -118,12 +127,23 @@ class Backend:
             vocab_size=ready.vocab_size,
             stop_token_ids=encoder.stop_token_ids,
             max_tokens=settings.sessions.max_tokens,
+            vocabulary=vocabulary,
         )
-        manager = SessionManager(
-            engine, encoder, profile, session_limits(settings), vocabulary=tokenizer, boot=daemon.boot
+        manager = self._manager = SessionManager(
+            engine,
+            encoder,
+            profile,
+            session_limits(settings),
+            vocabulary=tokenizer,
+            boot=daemon.boot,
+            journal=self._journal,
         )
         self._running = asyncio.create_task(manager.run(), name="sessions")
         shared = await manager.share_prompts(prompts)
+        if self._journal is not None:
+            daemon.report("reading the journal", 0.0)
+            restored = await manager.restore()
+            daemon.take_up(restored)
         daemon.open(manager, engine)
         for line in (*describe(ready, encoder), *shared):
             logger.info("engine.note", note=line)
@@ -133,12 +153,16 @@ class Backend:
         self._daemon.report(phase, progress)
 
     async def close(self) -> None:
-        """End the sessions and the engine's process."""
+        """End the sessions and the engine's process; what is in progress goes on from the journal the next time."""
         if self._engine is not None:
             await self._engine.close()
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
+        if self._manager is not None:
+            await self._manager.settle()
+        if self._journal is not None:
+            await self._journal.close()
 
 
 async def _in_daemon_thread(work: Callable[[], T]) -> T:
@@ -166,6 +190,19 @@ async def _in_daemon_thread(work: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="model", daemon=True).start()
     return await future
+
+
+def journal_dir(settings: Settings) -> Path:
+    """Return the directory of the journal."""
+    directory = settings.journal.directory
+    return state_dir() / "journal" if directory is None else directory.expanduser().absolute()
+
+
+def vocabulary_digest(folder: Path, encoder: PromptEncoder) -> str:
+    """Return what tells whether ids that were kept still mean what they meant; reads files."""
+    digest = hashlib.sha256((folder / "tokenizer.json").read_bytes())
+    digest.update(b"\0" + encoder.template.source.encode(errors="surrogatepass"))
+    return digest.hexdigest()
 
 
 def load_encoder(folder: Path, settings: Settings) -> tuple[ChatTokenizer, PromptEncoder]:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from chatd.engine.client import EngineClient
     from chatd.engine.messages import FrontMessage, PoolFrame
     from chatd.server.websocket import Connection
-    from chatd.sessions.manager import SessionManager
+    from chatd.sessions.manager import Restored, SessionManager
+    from chatd.sessions.turn import Turn
 
 KEYS_POLL_S = 2.0
 LOADING_RETRY_MS = 1000
@@ -144,6 +145,16 @@ class Daemon:
         self._pool.start()
         if self.on_frame_limit is not None:
             self.on_frame_limit(self.frame_limit_bytes)
+
+    def take_up(self, restored: Restored) -> None:
+        """Have what an earlier start left: answers to commands that may come again, and answers that go on."""
+        for kept in restored.answers:
+            self.answers.restore(kept)
+        for turn in restored.turns:
+            quota = self.quotas.of(turn.key_id)
+            quota.resume()
+            self.spawn(charge(turn, quota), "charge of a turn")
+        logger.info("sessions.restored", sessions=restored.num_sessions, answers_going_on=len(restored.turns))
 
     @property
     def manager(self) -> SessionManager:
@@ -270,7 +281,7 @@ class Daemon:
         return max(turns, len(self.streams))
 
     async def drain(self, deadline_s: float) -> None:
-        """Take nothing new, tell everybody, and wait until no answer is in progress; then cancel those that are."""
+        """Take nothing new, tell everybody, and wait until no answer is in progress; see `SessionManager.drain`."""
         self.draining = True
         logger.info("server.draining", inflight=self.num_inflight, deadline_s=deadline_s)
         for connection in list(self.connections):
@@ -285,3 +296,15 @@ class Daemon:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def charge(turn: Turn, quota: KeyQuota) -> None:
+    """Charge a turn's tokens to the key that asked for it, when it has ended; cached ones are free."""
+    num_tokens = 0
+    try:
+        await turn.ended.wait()
+        usage = turn.answer.usage if turn.answer is not None else None
+        if usage is not None:
+            num_tokens = usage.input_tokens - usage.cached_tokens + usage.output_tokens
+    finally:
+        quota.finish(num_tokens)

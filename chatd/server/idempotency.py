@@ -1,6 +1,7 @@
 """The first answer to a command that comes twice: a client that lost its connection sends what was not answered again.
 
-In memory and bounded; a command whose answer is no longer kept is carried out again.
+In memory and bounded; a command whose answer is no longer kept is carried out again. The journal has each answer beside
+the effect of its command, and `restore` takes them up after a restart.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from chatd.errors import Conflict
-from chatd.protocol import Command, Event
+from chatd.errors import Conflict, InvalidRequest
+from chatd.journal.records import SaveAnswer
+from chatd.protocol import Command, Event, decode_event
+from chatd.sessions.recorder import Receipt
 
 MAX_ANSWERS = 1024
 MAX_BYTES = 4 * 2**20
+NO_SEQ = 0
+"""Of an event that was kept by another start: events are numbered anew by each."""
 
 
 @dataclass(slots=True)
@@ -65,7 +70,7 @@ class AnswerCache:
         """
         assert command.id is not None, "only commands with an id can come twice"
         answers = self._users.setdefault((tenant, user), _Answers())
-        body = hashlib.sha256(msgspec.json.encode(command)).digest()
+        body = _digest(command)
         while True:
             known = answers.by_id.get(command.id)
             if known is None:
@@ -88,6 +93,21 @@ class AnswerCache:
             answers.num_bytes += answer.num_bytes
             self._expire(answers)
 
+    def restore(self, kept: SaveAnswer) -> None:
+        """Take up an answer that an earlier start gave; one that cannot be read is left out."""
+        try:
+            event = decode_event(kept.event)
+        except InvalidRequest:
+            return
+        if event is None:
+            return
+        answers = self._users.setdefault((kept.tenant, kept.user), _Answers())
+        answer = Answer(kept.body, asyncio.get_running_loop().create_future(), len(kept.event))
+        answer.event.set_result(event)
+        answers.by_id[kept.command] = answer
+        answers.num_bytes += answer.num_bytes
+        self._expire(answers)
+
     def forget(self, tenant: str, user: str, command: Command) -> None:
         """Forget a command that was refused: it may be sent again under its id."""
         answers = self._users[tenant, user]
@@ -101,6 +121,15 @@ class AnswerCache:
             _, oldest = answers.by_id.popitem(last=False)
             answers.num_bytes -= oldest.num_bytes
             _settle(oldest, None)
+
+
+def receipt_of(command: Command) -> Receipt | None:
+    """Return what has the answer to a command kept, where it has an id to come again under."""
+    return None if command.id is None else Receipt(command.id, _digest(command))
+
+
+def _digest(command: Command) -> bytes:
+    return hashlib.sha256(msgspec.json.encode(command)).digest()
 
 
 def _settle(answer: Answer, event: Event | None) -> None:

@@ -87,6 +87,7 @@ async def chat_completions(request: Request) -> Response:
         params=params,
         conversation_id=_conversation_id(request, chat),
         request_class=RequestClass(principal.key_class),
+        key_id=principal.key_id,
         num_choices=chat.num_choices,
         beam=beam_search_of(chat),
     )

@@ -46,16 +46,17 @@ from chatd.protocol import (
     SessionList,
     SessionUpdate,
     SessionUpdated,
+    TranscriptEvent,
     UserMessage,
 )
+from chatd.server.daemon import charge
+from chatd.server.idempotency import NO_SEQ, receipt_of
 from chatd.server.policy import Access, check_verbs
 from chatd.server.pool_view import PoolSubscription
 
 if TYPE_CHECKING:
     from chatd.server.websocket import Connection
     from chatd.sessions.session import Session
-    from chatd.sessions.turn import Turn
-    from chatd.tenants.quotas import KeyQuota
 
 _NO_PARAMS = Params()
 
@@ -91,7 +92,7 @@ async def carry_out(connection: Connection, command: Command) -> None:
     answers, owner = connection.daemon.answers, connection.owner
     earlier = await answers.earlier(owner.tenant, owner.user, command)
     if earlier is not None:
-        _repeat(connection, command, earlier)
+        await _repeat(connection, earlier)
         return
     answer: Event | None = None
     try:
@@ -103,34 +104,32 @@ async def carry_out(connection: Connection, command: Command) -> None:
             answers.finish(owner.tenant, owner.user, command, answer)
 
 
-def _repeat(connection: Connection, command: Command, earlier: Event) -> None:
+async def _repeat(connection: Connection, earlier: Event) -> None:
     """Give the first answer again; a session that was created is attached to this connection too."""
     if isinstance(earlier, SessionCreated):
-        session = connection.daemon.manager.resolve(connection.owner, earlier.session.id)
+        session = await connection.daemon.manager.resolve(connection.owner, earlier.session.id)
         _attach_new(connection, session, earlier)
-    else:
-        connection.deliver(earlier)
+        return
+    if isinstance(earlier, TranscriptEvent) and earlier.seq == NO_SEQ:
+        # Its number was another start's; whoever is attached now has seen this one, in a snapshot.
+        session = await connection.daemon.manager.resolve(connection.owner, earlier.session)
+        earlier = msgspec.structs.replace(earlier, seq=session.ring.head_seq)
+    connection.deliver(earlier)
 
 
 async def _session_create(connection: Connection, command: SessionCreate) -> Event | None:
     manager = connection.daemon.manager
     connection.daemon.check_accepting()
-    session = await manager.create(connection.owner, command)
+    session = await manager.create(connection.owner, command, receipt=receipt_of(command))
     return _attach_new(connection, session, SessionCreated(session=manager.info(session), re=command.id))
 
 
 async def _session_fork(connection: Connection, command: SessionFork) -> Event | None:
     manager = connection.daemon.manager
     connection.daemon.check_accepting()
-    source = manager.resolve(connection.owner, command.session)
-    session, forked = await manager.fork(source, command, connection)
-    created = SessionCreated(
-        session=manager.info(session),
-        shared_tokens=forked.num_tokens,
-        shared_blocks=forked.num_blocks,
-        copies_on_write=int(forked.num_tokens % manager.model.block_size > 0),
-        re=command.id,
-    )
+    source = await manager.resolve(connection.owner, command.session)
+    session, forked = await manager.fork(source, command, connection, receipt=receipt_of(command))
+    created = manager.forked(session, forked, command.id)
     return _attach_new(connection, session, created)
 
 
@@ -148,7 +147,7 @@ def _attach_new(connection: Connection, session: Session, created: SessionCreate
 
 async def _session_attach(connection: Connection, command: SessionAttach) -> Event | None:
     manager = connection.daemon.manager
-    session = manager.resolve(connection.owner, command.session)
+    session = await manager.resolve(connection.owner, command.session)
     if not connection.is_closed:
         connection.deliver(manager.attach(session, connection, command))
         manager.start(session, connection)
@@ -156,7 +155,7 @@ async def _session_attach(connection: Connection, command: SessionAttach) -> Eve
 
 
 async def _session_list(connection: Connection, command: SessionList) -> Event | None:
-    listed = connection.daemon.manager.list(connection.owner, command)
+    listed = await connection.daemon.manager.list(connection.owner, command)
     # A page of what may be large in each session would hold the loop and fill the outbox; `session.get` has it.
     rows = [msgspec.structs.replace(row, system=None, params=_NO_PARAMS, metadata={}) for row in listed.sessions]
     connection.deliver(msgspec.structs.replace(listed, sessions=rows, re=command.id))
@@ -165,22 +164,22 @@ async def _session_list(connection: Connection, command: SessionList) -> Event |
 
 async def _session_get(connection: Connection, command: SessionGet) -> Event | None:
     manager = connection.daemon.manager
-    session = manager.resolve(connection.owner, command.session)
+    session = await manager.resolve(connection.owner, command.session)
     connection.deliver(SessionGot(session=manager.info(session), items=manager.items(session), re=command.id))
     return None
 
 
 async def _session_update(connection: Connection, command: SessionUpdate) -> Event | None:
     manager = connection.daemon.manager
-    session = manager.resolve(connection.owner, command.session)
+    session = await manager.resolve(connection.owner, command.session)
     before = session.ring.head_seq
-    await manager.update(session, command, re=command.id, subscriber=connection)
+    await manager.update(session, command, re=command.id, subscriber=connection, receipt=receipt_of(command))
     return _first_after(session, before, SessionUpdated, command.id)
 
 
 async def _session_detach(connection: Connection, command: SessionDetach) -> Event | None:
     manager = connection.daemon.manager
-    session = manager.resolve(connection.owner, command.session)
+    session = await manager.resolve(connection.owner, command.session)
     manager.detach(session, connection)
     connection.deliver(SessionDetached(session=session.id, re=command.id))
     return None
@@ -188,8 +187,8 @@ async def _session_detach(connection: Connection, command: SessionDetach) -> Eve
 
 async def _session_close(connection: Connection, command: SessionClose) -> Event | None:
     manager = connection.daemon.manager
-    session = manager.resolve(connection.owner, command.session)
-    await manager.close(session, re=command.id, subscriber=connection)
+    session = await manager.resolve(connection.owner, command.session)
+    await manager.close(session, re=command.id, subscriber=connection, receipt=receipt_of(command))
     return SessionClosed(session=session.id, re=command.id)
 
 
@@ -207,12 +206,12 @@ async def _say(
 ) -> Event | None:
     daemon = connection.daemon
     daemon.check_accepting()
-    session = daemon.manager.resolve(connection.owner, command.session)
+    session = await daemon.manager.resolve(connection.owner, command.session)
     before = session.ring.head_seq
     if command.respond:
-        await _take_turn(connection, session, lambda given: say(session, command, connection, request_class=given))
+        await _take_turn(connection, session, lambda **given: say(session, command, connection, **given), command)
     else:
-        await say(session, command, connection)
+        await say(session, command, connection, receipt=receipt_of(command))
     return _first_after(session, before, ItemAdded, command.id)
 
 
@@ -220,28 +219,32 @@ async def _response_regenerate(connection: Connection, command: ResponseRegenera
     daemon = connection.daemon
     daemon.check_accepting()
     manager = daemon.manager
-    session = manager.resolve(connection.owner, command.session)
+    session = await manager.resolve(connection.owner, command.session)
     before = session.ring.head_seq
     await _take_turn(
-        connection, session, lambda given: manager.regenerate(session, command, connection, request_class=given)
+        connection, session, lambda **given: manager.regenerate(session, command, connection, **given), command
     )
     return _first_after(session, before, ResponseCreated, command.id)
 
 
 async def _take_turn(
-    connection: Connection, session: Session, begin: Callable[[RequestClass], Awaitable[None]]
+    connection: Connection, session: Session, begin: Callable[..., Awaitable[None]], command: Command
 ) -> None:
     """Begin a turn within the key's quota, and charge it when it has ended."""
     daemon = connection.daemon
     quota = daemon.quota_of(connection.principal)
     quota.admit()
     try:
-        await begin(RequestClass(connection.principal.key_class))
+        await begin(
+            request_class=RequestClass(connection.principal.key_class),
+            key_id=connection.principal.key_id,
+            receipt=receipt_of(command),
+        )
     except BaseException:
         quota.refund()
         raise
     if session.turn is not None:
-        daemon.spawn(_charge(session.turn, quota), "charge of a turn")
+        daemon.spawn(charge(session.turn, quota), "charge of a turn")
     else:
         quota.finish(0)
     limits = quota.state()
@@ -251,9 +254,9 @@ async def _take_turn(
 
 async def _branch_select(connection: Connection, command: BranchSelect) -> Event | None:
     manager = connection.daemon.manager
-    session = manager.resolve(connection.owner, command.session)
+    session = await manager.resolve(connection.owner, command.session)
     before = session.ring.head_seq
-    await manager.select_branch(session, command, connection)
+    await manager.select_branch(session, command, connection, receipt=receipt_of(command))
     return _first_after(session, before, BranchSelected, command.id)
 
 
@@ -270,27 +273,15 @@ def _first_after(
     return None
 
 
-async def _charge(turn: Turn, quota: KeyQuota) -> None:
-    """Charge a turn's tokens to the key that asked for it, when it has ended; cached ones are free."""
-    num_tokens = 0
-    try:
-        await turn.ended.wait()
-        usage = turn.answer.usage if turn.answer is not None else None
-        if usage is not None:
-            num_tokens = usage.input_tokens - usage.cached_tokens + usage.output_tokens
-    finally:
-        quota.finish(num_tokens)
-
-
 async def _response_cancel(connection: Connection, command: ResponseCancel) -> Event | None:
     manager = connection.daemon.manager
-    await manager.cancel(manager.resolve(connection.owner, command.session), connection)
+    await manager.cancel(await manager.resolve(connection.owner, command.session), connection)
     return None
 
 
 async def _prefill(connection: Connection, command: Prefill) -> Event | None:
     daemon = connection.daemon
-    session = daemon.manager.resolve(connection.owner, command.session)
+    session = await daemon.manager.resolve(connection.owner, command.session)
     quota = daemon.quota_of(connection.principal)
     if command.content:
         daemon.check_accepting()

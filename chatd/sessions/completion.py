@@ -23,6 +23,7 @@ class CompletionRequest:
         params: Over the model's defaults.
         conversation_id: The client's own name for the conversation, of which 256 characters count; it grants nothing.
         request_class: Its place in the schedule.
+        key_id: Whose usage it is.
         num_choices: Answers that are wanted.
         beam: Search for them in place of drawing; `num_returned` of it is `num_choices`.
     """
@@ -31,6 +32,7 @@ class CompletionRequest:
     params: Params = NO_PARAMS
     conversation_id: str | None = None
     request_class: RequestClass = RequestClass.INTERACTIVE
+    key_id: str = ""
     num_choices: int = 1
     beam: BeamSearch | None = None
 

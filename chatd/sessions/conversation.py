@@ -177,6 +177,14 @@ class Conversation:
         """Return a message as clients see it, with what there is beside it."""
         return node.to_item(self._siblings_of(node))
 
+    def siblings_after(self, parent: Node | None) -> Siblings | None:
+        """Return what there will be beside the next message after `parent`."""
+        siblings = self._children.get(parent, ())
+        if not siblings:
+            return None
+        count = len(siblings) + 1
+        return Siblings(index=count, count=count, previous=self._leaf_below(siblings[-1]).id, next=None)
+
     def _siblings_of(self, node: Node) -> Siblings | None:
         siblings = self._children.get(node.parent, ())
         if len(siblings) < 2:
@@ -235,6 +243,20 @@ class Conversation:
     ) -> Node:
         """Add an empty answer after `parent` and make it the head; with `log_system` it begins a log."""
         node = self.add_message(node_id, "assistant", "", parent)
+        self.make_answer(node, prompt_ids, sampling, stop_strings, log_system=log_system, context_from=context_from)
+        return node
+
+    def make_answer(
+        self,
+        node: Node,
+        prompt_ids: Iterable[int],
+        sampling: SamplingParams,
+        stop_strings: tuple[str, ...],
+        *,
+        log_system: str = "",
+        context_from: str | None = None,
+    ) -> None:
+        """Let a message that was just added be an answer, which is in progress."""
         node.status = "in_progress"
         node.is_answer = True
         if log_system:
@@ -243,7 +265,11 @@ class Conversation:
         node.sampling = sampling
         node.stop_strings = stop_strings
         self._charge(node, getsizeof(node.prompt_ids) + BIAS_BYTES * len(sampling.logit_bias))
-        return node
+
+    def give_ids(self, answer: Node, ids: array[int]) -> None:
+        """Let an answer that ended before it was read again have its ids."""
+        answer.ids = ids
+        self._charge(answer, answer.ids.itemsize * len(ids))
 
     def end_answer(self, answer: Node, *, status: ItemStatus, reason: str, usage: Usage, timings: Timings) -> None:
         """Commit an answer; it never changes again."""

@@ -186,9 +186,12 @@ class EngineEvents:
         turn = self._requests.turn_of(message.request)
         if turn is None:
             return
-        turn.num_cached_tokens = message.num_cached_tokens
+        turn.num_cached_tokens, turn.is_running = message.num_cached_tokens, True
         session = turn.session
         session.latest.queued = None
+        if turn.is_interrupted:
+            turn.is_interrupted = False
+            session.tell(ResponseResumed(session=session.id))
         self._set_tier(session, Tier.DEVICE, "used")
         self._tell_prefill(session, message.num_cached_tokens, message.num_prompt_tokens, message.num_cached_tokens)
 

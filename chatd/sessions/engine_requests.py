@@ -80,7 +80,7 @@ class EngineRequests:
         return list(self._turns.values())
 
     def submit(self, turn: Turn, *, whole: bool = False) -> None:
-        """Send what the engine's lease lacks of the log; everything where `whole`.
+        """Send what the engine's lease lacks of the log; everything where `whole`. An answer goes on where it is.
 
         Raises:
             Unavailable: The engine takes nothing.
@@ -99,6 +99,9 @@ class EngineRequests:
         lease.fork_of = None
         base_len = min(common_prefix(lease.node, answer), lease.num_tokens)
         base_len = self._use_draft(lease, base_len, answer)
+        answered = () if turn.text is None else turn.text.ids
+        # Samples of a prompt that is computed already are requests of their own.
+        sample_of = turn.sample_of if not turn.is_interrupted else None
         request = self._new_request()
         self._engine.send(
             Submit(
@@ -106,11 +109,13 @@ class EngineRequests:
                 lease.id,
                 turn.session.owner.tenant,
                 base_len,
-                log_between(answer, base_len),
+                [*log_between(answer, base_len), *answered],
                 answer.sampling,
                 turn.request_class,
-                sample_of=None if turn.sample_of is None else turn.sample_of.request,
+                sample_of=None if sample_of is None else sample_of.request,
                 beam=turn.beam,
+                num_answered=len(answered),
+                is_suspect=turn.deaths.is_suspect(len(answered)),
             )
         )
         self.forget(turn)
@@ -261,6 +266,7 @@ class EngineRequests:
         """Take a turn out: what the engine still says of its request is about nothing."""
         if turn.request is not None:
             self._turns.pop(turn.request, None)
+            turn.request = None
 
     def cancel(self, turn: Turn) -> None:
         """Have the engine end a turn's request, where it has one."""
@@ -356,7 +362,7 @@ class EngineRequests:
             _log.warning("the engine takes no %s", type(message).__name__)
 
     def on_died(self) -> None:
-        """Forget what the engine held; its requests are over, and their turns are to be ended."""
+        """Forget what the engine held; its requests are over, and their turns are to be ended or submitted again."""
         self.epoch += 1
         self._computations.clear()
         for lease in self._forks:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from chatd.engine.client import EngineEvent
 from chatd.engine.messages import EngineStats, Forked, RequestClass, WatchPool
 from chatd.engine.plan import RequestId
+from chatd.journal.no_journal import NoJournal
 from chatd.protocol import (
     AttachRole,
     BranchSelect,
@@ -47,9 +48,11 @@ from chatd.sessions.engine_events import EngineEvents, LeaseHolder, LeaseSession
 from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.model_profile import ModelProfile, draw_seed
-from chatd.sessions.native import NativeDoor
-from chatd.sessions.ports import ChatEncoder, EngineGateway, Vocabulary
+from chatd.sessions.native import Asked, NativeDoor
+from chatd.sessions.ports import ChatEncoder, EngineGateway, Journal, Vocabulary
 from chatd.sessions.public_prompts import PublicPrompt, PublicPrompts
+from chatd.sessions.recorder import Receipt, Recorder
+from chatd.sessions.recovery import Recovery, Restored
 from chatd.sessions.session import Session, date_of
 from chatd.sessions.stateless import StatelessDoor
 from chatd.sessions.stats import SessionStats, TurnObserver
@@ -68,6 +71,8 @@ __all__ = [
     "ModelProfile",
     "Owner",
     "PublicPrompt",
+    "Receipt",
+    "Restored",
     "Session",
     "SessionLimits",
     "SessionManager",
@@ -94,6 +99,7 @@ class SessionManager:
         monotonic: Gives seconds for timings.
         new_id: Makes ids with a prefix.
         draw: Makes seeds.
+        journal: Keeps sessions beyond the daemon's end; `restore` takes up what it has.
     """
 
     def __init__(
@@ -109,12 +115,15 @@ class SessionManager:
         monotonic: Callable[[], float] = time.monotonic,
         new_id: Callable[[str], str] | None = None,
         draw: Callable[[], int] = draw_seed,
+        journal: Journal | None = None,
     ) -> None:
+        journal = journal or NoJournal()
         self.boot = boot
         self.limits = limits
         self.stats = SessionStats()
         self._engine = engine
         self._requests = EngineRequests(engine)
+        self._recorder = Recorder(journal)
         new_id = new_id or _random_id
         self._runner = TurnRunner(
             self._requests,
@@ -123,17 +132,29 @@ class SessionManager:
             model,
             limits,
             self.stats,
+            self._recorder,
             new_id=new_id,
+            clock=clock,
             monotonic=monotonic,
             on_ended=self._on_turn_ended,
             draw=draw,
         )
-        self._store = SessionStore(self._requests, lambda: self.model, limits, new_id=new_id, clock=clock)
+        self._store = SessionStore(
+            self._requests, journal, self._recorder, lambda: self.model, limits, new_id=new_id, clock=clock
+        )
         self._attachments = Attachments(self._requests, boot)
         self._native = NativeDoor(
-            self._runner, self._requests, self._store, self._attachments, limits, new_id=new_id, clock=clock
+            self._runner,
+            self._requests,
+            self._store,
+            self._recorder,
+            self._attachments,
+            limits,
+            new_id=new_id,
+            clock=clock,
         )
         self._drafts = Drafts(self._runner.contexts, self._requests, monotonic)
+        self._recovery = Recovery(journal, self._recorder, self._store, self._runner, clock)
         self._door = StatelessDoor(self._runner, self._requests, self._store, limits, self.stats)
         self.public_prompts = PublicPrompts(
             encoder,
@@ -212,25 +233,45 @@ class SessionManager:
 
     # Sessions.
 
-    def resolve(self, owner: Owner, session_id: str) -> Session:
-        """Return an owner's session: the one place where a name becomes a session.
+    async def restore(self) -> Restored:
+        """Take up every session that the journal has, and go on with the answers that were in progress.
+
+        Raises:
+            StorageError: The journal cannot be read.
+        """
+        return await self._recovery.restore()
+
+    async def resolve(self, owner: Owner, session_id: str) -> Session:
+        """Return an owner's session, with its messages: the one place where a name becomes a session.
+
+        Whoever reads it does so at once; who awaits anything in between may find its messages gone to the journal.
 
         Raises:
             NotFound: Unknown, or somebody else's; the same words for both.
+            StorageError: The journal cannot be read.
         """
-        return self._store.resolve(owner, session_id)
+        return await self._store.resolve(owner, session_id)
 
-    async def create(self, owner: Owner, command: SessionCreate) -> Session:
+    async def create(self, owner: Owner, command: SessionCreate, *, receipt: Receipt | None = None) -> Session:
         """Open a session.
+
+        Everything that changes a session is durable when it returns, together with its `receipt` where there is one,
+        and told to nobody before.
 
         Raises:
             RateLimited: `too_many_sessions`, or `too_much_text`.
             InvalidRequest: A content is too large (`content_too_large`), or there are two system prompts.
+            StorageError: It cannot be kept; nothing has changed. So for all that change something.
         """
-        return self._native.create(owner, command)
+        return await self._native.create(owner, command, receipt)
 
     async def fork(
-        self, session: Session, command: SessionFork, subscriber: Subscriber | None = None
+        self,
+        session: Session,
+        command: SessionFork,
+        subscriber: Subscriber | None = None,
+        *,
+        receipt: Receipt | None = None,
     ) -> tuple[Session, Forked]:
         """Open a session with the messages of another one up to `at`; return it, and what KV the two share now.
 
@@ -242,7 +283,11 @@ class SessionManager:
             PermissionDenied: The sender is an observer.
             RateLimited: `too_many_sessions`, or `too_much_text`.
         """
-        return await self._native.fork(session, command, subscriber)
+        return await self._native.fork(session, command, Asked(subscriber, receipt=receipt))
+
+    def forked(self, fork: Session, forked: Forked, re: str | None) -> SessionCreated:
+        """Return the answer to the fork that made a session."""
+        return self._native.created(fork, forked, re)
 
     def created(
         self,
@@ -258,15 +303,17 @@ class SessionManager:
         """
         return self._attachments.created(session, subscriber, role, re)
 
-    def list(self, owner: Owner, command: SessionList) -> SessionListed:
+    async def list(self, owner: Owner, command: SessionList) -> SessionListed:
         """Return an owner's sessions, last used first; `query` is looked for in titles and texts.
 
-        Of the texts, no more than `MAX_SEARCHED_CHARS` of those last used are looked at, so that the loop goes on.
+        The journal searches the texts it has. Without one, no more than `MAX_SEARCHED_CHARS` of those last used are
+        looked at, so that the loop goes on.
 
         Raises:
             InvalidRequest: The cursor is none of ours.
+            StorageError: The journal cannot be read.
         """
-        return self._store.list(owner, command)
+        return await self._store.list(owner, command)
 
     def info(self, session: Session) -> SessionInfo:
         """Return a session as a list shows it."""
@@ -299,7 +346,13 @@ class SessionManager:
         self._attachments.detach_all(subscriber)
 
     async def update(
-        self, session: Session, command: SessionUpdate, *, re: str | None = None, subscriber: Subscriber | None = None
+        self,
+        session: Session,
+        command: SessionUpdate,
+        *,
+        re: str | None = None,
+        subscriber: Subscriber | None = None,
+        receipt: Receipt | None = None,
     ) -> None:
         """Change what the command names and tell everybody attached, and the sender with `re`.
 
@@ -309,11 +362,18 @@ class SessionManager:
             PermissionDenied: The sender is an observer.
             RateLimited: `too_much_text`.
         """
-        self._native.update(session, command, re=re, subscriber=subscriber)
+        await self._native.update(session, command, re, Asked(subscriber, receipt=receipt))
         if command.system is not None:
             self._drafts.renew(session)
 
-    async def close(self, session: Session, *, re: str | None = None, subscriber: Subscriber | None = None) -> None:
+    async def close(
+        self,
+        session: Session,
+        *,
+        re: str | None = None,
+        subscriber: Subscriber | None = None,
+        receipt: Receipt | None = None,
+    ) -> None:
         """Release a session's KV and keep its text; an answer in progress is cancelled first. Everybody is detached.
 
         The sender gets `session.closed` with `re`, attached or not.
@@ -321,7 +381,7 @@ class SessionManager:
         Raises:
             PermissionDenied: The sender is an observer.
         """
-        await self._native.close(session, re=re, subscriber=subscriber)
+        await self._native.close(session, re, Asked(subscriber, receipt=receipt))
         self._drafts.forget(session)
 
     # Turns.
@@ -355,6 +415,8 @@ class SessionManager:
         subscriber: Subscriber | None = None,
         *,
         request_class: RequestClass = RequestClass.INTERACTIVE,
+        key_id: str = "",
+        receipt: Receipt | None = None,
     ) -> None:
         """Add a message and, unless `respond` is false, start its answer; returns when it is on its way.
 
@@ -369,7 +431,7 @@ class SessionManager:
                 parameter is out of range, or `parent` is no message of the session.
             ContextLengthExceeded: It can never fit.
         """
-        await self._native.user_message(session, command, subscriber, request_class)
+        await self._native.user_message(session, command, Asked(subscriber, key_id, request_class, receipt))
         self._drafts.forget(session)
 
     async def edit(
@@ -379,13 +441,15 @@ class SessionManager:
         subscriber: Subscriber | None = None,
         *,
         request_class: RequestClass = RequestClass.INTERACTIVE,
+        key_id: str = "",
+        receipt: Receipt | None = None,
     ) -> None:
         """Put a message beside another one of the same role, and answer it unless `respond` is false.
 
         Everything else is as for `user_message`; an `item` that is not the user's wants `respond` false
         (InvalidRequest).
         """
-        await self._native.edit(session, command, subscriber, request_class)
+        await self._native.edit(session, command, Asked(subscriber, key_id, request_class, receipt))
         self._drafts.renew(session)
 
     async def regenerate(
@@ -395,17 +459,24 @@ class SessionManager:
         subscriber: Subscriber | None = None,
         *,
         request_class: RequestClass = RequestClass.INTERACTIVE,
+        key_id: str = "",
+        receipt: Receipt | None = None,
     ) -> None:
         """Answer a message once more: the one that `item` answers or is, else that of the last answer.
 
         The seed is a fresh one unless it is given. `response.created` goes to everybody attached and, with `re`, to the
         sender. Raises as `user_message`; InvalidRequest too where there is nothing to answer.
         """
-        await self._native.regenerate(session, command, subscriber, request_class)
+        await self._native.regenerate(session, command, Asked(subscriber, key_id, request_class, receipt))
         self._drafts.renew(session)
 
     async def select_branch(
-        self, session: Session, command: BranchSelect, subscriber: Subscriber | None = None
+        self,
+        session: Session,
+        command: BranchSelect,
+        subscriber: Subscriber | None = None,
+        *,
+        receipt: Receipt | None = None,
     ) -> None:
         """Make a message the head: the conversation is the path to it, and goes on from there.
 
@@ -416,7 +487,7 @@ class SessionManager:
             InvalidRequest: `leaf` is no message of the session.
             PermissionDenied: The sender is an observer.
         """
-        self._native.select_branch(session, command, subscriber)
+        await self._native.select_branch(session, command, Asked(subscriber, receipt=receipt))
         self._drafts.renew(session)
 
     async def cancel(self, session: Session, subscriber: Subscriber | None = None) -> None:
@@ -459,13 +530,20 @@ class SessionManager:
         return turn.session.owner.tenant, [*ids, *(turn.text.ids if turn.text is not None else ())]
 
     async def drain(self, timeout_s: float) -> None:
-        """Wait until every answer in progress has ended; those that have not end as `draining`."""
+        """Wait until every answer in progress has ended; those that have not go on after a restart.
+
+        Without a journal, and for stateless requests, they end as `draining`.
+        """
         turns = [session.turn for session in self._store.by_lease.values() if session.turn is not None]
         await _wait_for_ends(turns, timeout_s)
-        for turn in turns:
-            if not turn.ended.is_set():
-                self._runner.cancel(turn, "draining")
-        await _wait_for_ends(turns, DRAIN_CANCEL_S)
+        late = [turn for turn in turns if not turn.ended.is_set() and not self._recorder.keeps(turn.session)]
+        for turn in late:
+            self._runner.cancel(turn, "draining")
+        await _wait_for_ends(late, DRAIN_CANCEL_S)
+
+    async def settle(self) -> None:
+        """Return when what was begun is durable, as far as the journal takes it: before that is closed."""
+        await self._recorder.settle()
 
     def _on_turn_ended(self, turn: Turn, committed: bool) -> None:
         session = turn.session

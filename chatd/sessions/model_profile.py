@@ -48,6 +48,7 @@ class ModelProfile:
         max_tokens: Longest answer, or None for the rest of the context.
         block_size: Tokens of a block.
         blocks: Blocks of the pool.
+        vocabulary: Digest of the tokenizer and the template, which decide what ids mean.
     """
 
     id: str
@@ -58,6 +59,7 @@ class ModelProfile:
     max_tokens: int | None = None
     block_size: int = 0
     blocks: int = 0
+    vocabulary: str = ""
 
     @classmethod
     def from_folder(
@@ -69,6 +71,7 @@ class ModelProfile:
         vocab_size: int,
         stop_token_ids: Iterable[int],
         max_tokens: int | None = None,
+        vocabulary: str = "",
     ) -> ModelProfile:
         """Build from a checked model folder.
 
@@ -91,6 +94,7 @@ class ModelProfile:
             stop_token_ids=frozenset(stop_token_ids),
             defaults=sampling_defaults(config),
             max_tokens=max_tokens,
+            vocabulary=vocabulary,
         )
 
     def with_ready(self, ready: Ready) -> ModelProfile:

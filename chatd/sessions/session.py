@@ -1,10 +1,12 @@
 """A session: a conversation with its owner, its lease, its events and those who listen. Does not know the engine.
 
-A session is only touched on the event loop. Its transcript events are numbered here and nowhere else.
+A session is only touched on the event loop. Its transcript events are numbered here and nowhere else. Where a journal
+keeps it, its messages need not be in memory: `is_loaded` says so, and `loading` brings them back.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
@@ -14,6 +16,7 @@ import msgspec
 
 from chatd.engine.messages import LeaseId, Tier
 from chatd.engine.plan import RequestId
+from chatd.journal.records import MessageRecord, SessionRecord
 from chatd.protocol import (
     AttachRole,
     BranchSelected,
@@ -87,20 +90,25 @@ class Session:
     Args:
         session_id: Stable.
         owner: Whose.
-        conversation: May have messages already.
+        conversation: May have messages already; None where only the journal has them, and `unload` says what they are.
         lease: Its own.
         ring: Empty.
         model_id: For clients.
         context_max: Gives the tokens of a context.
         clock: Gives Unix seconds.
         hidden: It was made for a stateless request, and no list shows it.
+
+    Attributes:
+        lock: Held while a change is made durable and takes effect; nothing else changes meanwhile.
+        vocabulary: Whose ids its answers have, as in the journal.
+        recoded: Messages that lost their ids since the vocabulary changed, until the journal has them so.
     """
 
     def __init__(
         self,
         session_id: str,
         owner: Owner,
-        conversation: Conversation,
+        conversation: Conversation | None,
         lease: Lease,
         ring: EventRing,
         *,
@@ -111,7 +119,6 @@ class Session:
     ) -> None:
         self.id = session_id
         self.owner = owner
-        self.conversation = conversation
         self.lease = lease
         self.ring = ring
         self.hidden = hidden
@@ -126,30 +133,93 @@ class Session:
         self.context_policy: ContextPolicy = "refuse"
         self.closed = False
         self.turn: Turn | None = None
+        self.lock = asyncio.Lock()
+        self.vocabulary = ""
+        self.recoded: list[MessageRecord] = []
         self.latest = Latest()
+        self._conversation = conversation
+        self._stored: SessionRecord | None = None
+        self._leased_message: str | None = None
         self._subscriptions: dict[str, Subscription] = {}
         self._model_id = model_id
         self._context_max = context_max
         self._clock = clock
 
+    # What is in memory of it.
+
+    @property
+    def conversation(self) -> Conversation:
+        """The messages."""
+        assert self._conversation is not None, f"the messages of {self.id} are not in memory"
+        return self._conversation
+
+    @property
+    def is_loaded(self) -> bool:
+        """True while the messages are in memory."""
+        return self._conversation is not None
+
+    @property
+    def stored(self) -> SessionRecord:
+        """What the journal has of a session that is not loaded."""
+        assert self._stored is not None, f"{self.id} is in memory"
+        return self._stored
+
+    def take(self, record: SessionRecord) -> None:
+        """Have what a record says, but for the messages."""
+        self.title = record.title
+        self.params = record.params
+        self.metadata = dict(record.metadata)
+        self.created_at, self.updated_at = record.created_at, record.updated_at
+        self.date = record.date
+        self.archived, self.pinned, self.closed = record.archived, record.pinned, record.closed
+        self.vocabulary, self.context_policy = record.vocabulary, record.context_policy
+        if self._conversation is not None:
+            self._conversation.system = record.system
+
+    def unload(self, record: SessionRecord) -> None:
+        """Have the messages in the journal only, which has the rest as `record`."""
+        assert self.turn is None, "a busy session is unloaded"
+        assert not self._subscriptions, "a session that somebody looks at is unloaded"
+        if self._conversation is not None:
+            # A failed turn leaves the lease with messages that are gone.
+            node = self.lease.node
+            while node is not None and self._conversation.get(node.id) is not node:
+                node = node.parent
+                self.lease.num_tokens = min(self.lease.num_tokens, 0 if node is None else node.num_tokens)
+            self._leased_message = None if node is None else node.id
+            self.lease.node = None
+            self._conversation = None
+        self._stored = record
+
+    def load(self, conversation: Conversation) -> None:
+        """Have the messages in memory again."""
+        assert self._conversation is None, f"{self.id} is loaded twice"
+        self._conversation, self._stored = conversation, None
+        if self._leased_message is not None:
+            self.lease.node = conversation.get(self._leased_message)
+        if self.lease.node is None:
+            self.lease.num_tokens = 0
+
     # What clients see.
 
     def info(self) -> SessionInfo:
         """Return the session as a list shows it."""
+        stored = self._stored
+        head = None if stored is not None else self.conversation.head
         return SessionInfo(
             id=self.id,
             title=self.title,
             model=self._model_id,
             created_at=self.created_at,
             updated_at=self.updated_at,
-            num_items=0 if self.conversation.head is None else self.conversation.head.depth,
+            num_items=stored.num_items if stored is not None else 0 if head is None else head.depth,
             context_used=self.context_used,
             context_max=self._context_max(),
             busy=self.turn is not None,
             tier=str(self.latest.tier),
             archived=self.archived,
             pinned=self.pinned,
-            system=self.conversation.system,
+            system=self.conversation.system if stored is None else stored.system,
             params=self.params,
             metadata=self.metadata,
             context_policy=self.context_policy,
@@ -158,6 +228,8 @@ class Session:
     @property
     def context_used(self) -> int:
         """Tokens of the log, those of an answer in progress included."""
+        if self._stored is not None:
+            return self._stored.num_tokens
         used = self.conversation.num_tokens
         turn = self.turn
         if turn is not None and turn.text is not None and turn.answer is self.conversation.head:
@@ -167,6 +239,8 @@ class Session:
     @property
     def num_bytes(self) -> int:
         """Memory of the messages and the system prompt, about."""
+        if self._stored is not None:
+            return getsizeof(self._stored.system or "")
         return self.conversation.num_bytes + getsizeof(self.conversation.system or "")
 
     def snapshot(self, history: HistoryScope) -> Snapshot:
@@ -266,19 +340,20 @@ class Session:
         self, shown: Node | None, leaf: Node, re: str | None = None, sender: Subscriber | None = None
     ) -> None:
         """Tell that the conversation is the path to `leaf` now, where it was the one to `shown`."""
+        self._emit(self.branch_event(shown, leaf, seq=self.ring.head_seq + 1), re, sender)
+
+    def branch_event(self, shown: Node | None, leaf: Node, *, seq: int, re: str | None = None) -> BranchSelected:
+        """Return what tells that the conversation is the path to `leaf`, where it was the one to `shown`."""
         fork = common_node(shown, leaf)
         path = path_to(leaf)
-        self._emit(
-            BranchSelected(
-                session=self.id,
-                seq=self.ring.head_seq + 1,
-                ts=self._clock(),
-                leaf=leaf.id,
-                parent=None if fork is None else fork.id,
-                items=[self.conversation.item_of(node) for node in path[0 if fork is None else fork.depth :]],
-            ),
-            re,
-            sender,
+        return BranchSelected(
+            session=self.id,
+            seq=seq,
+            ts=self._clock(),
+            leaf=leaf.id,
+            parent=None if fork is None else fork.id,
+            items=[self.conversation.item_of(node) for node in path[0 if fork is None else fork.depth :]],
+            re=re,
         )
 
     def emit_way_to(self, parent: Node | None, shown: Node | None) -> None:

@@ -88,6 +88,7 @@ class StatelessDoor:
                 on_accepted=lambda turn, _added: completion.begin(turn),
                 beam=request.beam,
                 num_samples=request.num_choices if request.beam is None else 1,
+                key_id=request.key_id,
             )
         except BaseException:
             if is_new and session.id in self._sessions:
@@ -145,7 +146,7 @@ class StatelessDoor:
             self._remember(session, turn.answer)
             for other in turn.others:
                 beside = self._beside(turn)
-                answer = self._runner.keep_other(turn, other, beside)
+                answer = self._runner.searches.keep_other(turn, other, beside)
                 if answer is None:
                     self._drop(beside)
                 else:

@@ -1,23 +1,35 @@
-"""Which sessions there are: by name and owner, by lease, and how many. Starts no turn and knows no connection."""
+"""Which sessions there are: by name and owner, by lease, and how many. Starts no turn and knows no connection.
+
+A session that the journal keeps is never forgotten here; only its messages are left to the journal while nobody uses
+them. Without a journal the closed ones go, the longest unused first.
+"""
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from sys import getsizeof
 
 from chatd.engine.messages import LeaseId
 from chatd.errors import InvalidRequest, NotFound, RateLimited
+from chatd.journal.records import SessionRecord
 from chatd.protocol import SessionInfo, SessionList, SessionListed
 from chatd.sessions.conversation import Conversation, Owner
 from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.events import EventRing
 from chatd.sessions.limits import SessionLimits
+from chatd.sessions.loading import SessionLoader
 from chatd.sessions.model_profile import ModelProfile
+from chatd.sessions.ports import Journal
+from chatd.sessions.recorder import Recorder
 from chatd.sessions.session import Lease, Session
 
 MAX_SEARCHED_CHARS = 4 * 2**20
+MAX_FOUND = 1000
+"""Sessions that a search in the journal brings at most."""
 
 
 class SessionStore:
@@ -25,6 +37,8 @@ class SessionStore:
 
     Args:
         requests: Releases leases.
+        journal: Finds texts.
+        recorder: Says which sessions the journal keeps.
         model: Gives the limits of the served model as they are now.
         limits: Bounds.
         new_id: Makes ids with a prefix.
@@ -32,11 +46,14 @@ class SessionStore:
 
     Attributes:
         by_lease: Every session, those of stateless requests too, by its lease.
+        loader: Has the messages of a session in memory.
     """
 
     def __init__(
         self,
         requests: EngineRequests,
+        journal: Journal,
+        recorder: Recorder,
         model: Callable[[], ModelProfile],
         limits: SessionLimits,
         *,
@@ -44,6 +61,10 @@ class SessionStore:
         clock: Callable[[], float],
     ) -> None:
         self.by_lease: dict[LeaseId, Session] = {}
+        self.loader = SessionLoader(journal, recorder, model)
+        self._journal = journal
+        self._recorder = recorder
+        self._num_opening: Counter[Owner] = Counter()
         self._by_owner: dict[Owner, dict[str, Session]] = {}
         self._requests = requests
         self._model = model
@@ -52,23 +73,31 @@ class SessionStore:
         self._clock = clock
         self._last_lease = 0
 
-    def resolve(self, owner: Owner, session_id: str) -> Session:
-        """Return an owner's session: the one place where a name becomes a session.
+    async def resolve(self, owner: Owner, session_id: str) -> Session:
+        """Return an owner's session, with its messages: the one place where a name becomes a session.
 
         Raises:
             NotFound: Unknown, or somebody else's; the same words for both.
+            StorageError: The journal cannot be read.
         """
+        session = self._named(owner, session_id)
+        if not session.is_loaded:
+            await self.loader.load(session)
+            self.make_room(owner, session)
+            session = self._named(owner, session_id)
+        return session
+
+    def _named(self, owner: Owner, session_id: str) -> Session:
         session = self._by_owner.get(owner, {}).get(session_id)
         if session is None:
             raise NotFound(f"session {session_id[:64]!r} is not known", param="session")
         return session
 
-    def list(self, owner: Owner, command: SessionList) -> SessionListed:
+    async def list(self, owner: Owner, command: SessionList) -> SessionListed:
         """Return an owner's sessions, last used first; see `SessionManager.list`."""
         before = _parse_cursor(command.cursor)
-        query = command.query.casefold() if command.query else None
+        matches = await self._matcher(owner, command.query.casefold()) if command.query else None
         found: list[SessionInfo] = []
-        budget = MAX_SEARCHED_CHARS
         ordered = sorted(
             self._by_owner.get(owner, {}).values(), key=lambda session: (session.updated_at, session.id), reverse=True
         )
@@ -77,16 +106,30 @@ class SessionStore:
                 continue
             if before is not None and (session.updated_at, session.id) >= before:
                 continue
-            if query is not None and query not in session.title.casefold():
-                texts = _texts_within(session, budget)
-                budget -= sum(map(len, texts))
-                if not any(query in text.casefold() for text in texts):
-                    continue
+            if matches is not None and not matches(session):
+                continue
             if len(found) == command.limit:
                 last = self._by_owner[owner][found[-1].id]
                 return SessionListed(sessions=found, next_cursor=f"{last.updated_at!r}~{last.id}")
             found.append(session.info())
         return SessionListed(sessions=found)
+
+    async def _matcher(self, owner: Owner, query: str) -> Callable[[Session], bool]:
+        """Return what tells whether a session has a text; asked in the order of a list."""
+        if self._recorder.is_kept:
+            ids = frozenset(await self._journal.search(owner.tenant, owner.user, query, MAX_FOUND))
+            return lambda session: session.id in ids or query in session.title.casefold()
+        budget = MAX_SEARCHED_CHARS
+
+        def matches(session: Session) -> bool:
+            nonlocal budget
+            if query in session.title.casefold():
+                return True
+            texts = _texts_within(session, budget)
+            budget -= sum(map(len, texts))
+            return any(query in text.casefold() for text in texts)
+
+        return matches
 
     def check_room(self, owner: Owner) -> None:
         """Refuse another open session.
@@ -95,6 +138,7 @@ class SessionStore:
             RateLimited: `too_many_sessions`.
         """
         num_open = sum(not session.closed for session in self._by_owner.get(owner, {}).values())
+        num_open += self._num_opening[owner]
         if num_open >= self._limits.max_sessions_per_user:
             raise RateLimited(
                 f"{num_open} sessions are open, the limit is {self._limits.max_sessions_per_user}",
@@ -105,7 +149,7 @@ class SessionStore:
     def check_text_room(
         self, owner: Owner, texts: Iterable[str], session: Session | None = None, *, num_bytes: int = 0
     ) -> None:
-        """Refuse texts that do not fit beside an owner's open sessions; closed ones make room, see `trim_closed`.
+        """Refuse texts that do not fit beside what an owner's open sessions have in memory; others make room for them.
 
         Args:
             session: Where the texts go; None for a new session.
@@ -115,7 +159,7 @@ class SessionStore:
             RateLimited: `too_much_text`.
         """
         owned = self._by_owner.get(owner, {}).values()
-        held = sum(other.num_bytes for other in owned if not other.closed or other is session)
+        held = sum(other.num_bytes for other in owned if other is session or self._holds_memory(other))
         held += sum(map(getsizeof, texts)) + num_bytes
         limit = self._limits.max_text_bytes_per_user
         if held > limit:
@@ -126,14 +170,37 @@ class SessionStore:
                 hint="close a session that is no longer needed",
             )
 
-    def trim_closed(self, owner: Owner) -> None:
-        """Forget closed sessions that are too many or whose text has no room, the longest unused first."""
+    def _holds_memory(self, session: Session) -> bool:
+        """Return whether a session's messages have to stay in memory."""
+        if self._recorder.keeps(session):
+            return session.is_loaded and not self.loader.can_unload(session)
+        return not session.closed
+
+    def make_room(self, owner: Owner, used: Session | None = None) -> None:
+        """Keep an owner's messages in memory within bounds: those of sessions that are not used go.
+
+        With a journal they are left to it; without one closed sessions are forgotten, also where they are too many.
+
+        Args:
+            used: Not this one's.
+        """
         owned = self._by_owner.get(owner, {}).values()
+        num_bytes = sum(session.num_bytes for session in owned)
+        if self._recorder.is_kept:
+            if num_bytes <= self._limits.max_text_bytes_per_user:
+                return
+            idle = [session for session in owned if session is not used and self.loader.can_unload(session)]
+            for session in sorted(idle, key=lambda session: session.updated_at):
+                if num_bytes <= self._limits.max_text_bytes_per_user:
+                    break
+                num_bytes -= session.num_bytes
+                self.loader.unload(session)
+                num_bytes += session.num_bytes
+            return
         closed = sorted(
             (session for session in owned if session.closed and session.turn is None),
             key=lambda session: session.updated_at,
         )
-        num_bytes = sum(session.num_bytes for session in owned)
         for num_left, session in zip(range(len(closed), 0, -1), closed, strict=True):
             if (
                 num_left <= self._limits.max_closed_sessions_per_user
@@ -143,21 +210,52 @@ class SessionStore:
             num_bytes -= session.num_bytes
             self.drop(session)
 
-    def open(self, owner: Owner, conversation: Conversation) -> Session:
-        """Make a session that its owner sees."""
-        session = self._make(owner, conversation, hidden=False)
-        self._by_owner.setdefault(owner, {})[session.id] = session
+    @contextlib.contextmanager
+    def opening(self, owner: Owner) -> Iterator[None]:
+        """Have room for one more open session, which `make` makes and `add` shows to its owner.
+
+        Raises:
+            RateLimited: `too_many_sessions`.
+        """
+        self.check_room(owner)
+        self._num_opening[owner] += 1
+        try:
+            yield
+        finally:
+            self._num_opening[owner] -= 1
+            if not self._num_opening[owner]:
+                del self._num_opening[owner]
+
+    def make(self, owner: Owner, conversation: Conversation) -> Session:
+        """Make a session that nobody sees before `add`."""
+        return self._make(owner, conversation, hidden=False)
+
+    def add(self, session: Session) -> None:
+        """Let a session's owner see it."""
+        self.by_lease[session.lease.id] = session
+        self._by_owner.setdefault(session.owner, {})[session.id] = session
+        self.make_room(session.owner, session)
+
+    def add_stored(self, record: SessionRecord) -> Session:
+        """Have a session that the journal has, without its messages."""
+        session = self._make(Owner(record.tenant, record.user), None, hidden=False, session_id=record.id)
+        session.unload(record)
+        session.take(record)
+        self.by_lease[session.lease.id] = session
+        self._by_owner.setdefault(session.owner, {})[session.id] = session
         return session
 
     def open_hidden(self, owner: Owner, conversation: Conversation) -> Session:
         """Make a session for stateless requests; no name leads to it."""
-        return self._make(owner, conversation, hidden=True)
+        session = self._make(owner, conversation, hidden=True)
+        self.by_lease[session.lease.id] = session
+        return session
 
     def close(self, session: Session) -> None:
-        """Give up an idle session's KV and keep its text, while there are not too many closed ones."""
+        """Give up an idle session's KV and keep its text; see `make_room`."""
         self._release(session)
         session.closed = True
-        self.trim_closed(session.owner)
+        self.make_room(session.owner)
 
     def drop(self, session: Session) -> None:
         """Forget an idle session."""
@@ -170,10 +268,12 @@ class SessionStore:
                 del self._by_owner[session.owner]
 
     def sweep(self) -> None:
-        """Drop events that are too old to be replayed."""
+        """Drop events that are too old to be replayed, and the messages of sessions that have none left."""
         now = self._clock()
         for session in self.by_lease.values():
             session.ring.expire(now)
+            if session.is_loaded and not len(session.ring) and self.loader.can_unload(session):
+                self.loader.unload(session)
 
     def _release(self, session: Session) -> None:
         """Give up an idle session's lease; its next turn is under a new one."""
@@ -181,10 +281,12 @@ class SessionStore:
         self._requests.release(session, self.new_lease())
         self.by_lease[session.lease.id] = session
 
-    def _make(self, owner: Owner, conversation: Conversation, *, hidden: bool) -> Session:
+    def _make(
+        self, owner: Owner, conversation: Conversation | None, *, hidden: bool, session_id: str | None = None
+    ) -> Session:
         limits = self._limits
         session = Session(
-            self._new_id("ses"),
+            session_id or self._new_id("ses"),
             owner,
             conversation,
             Lease(self.new_lease()),
@@ -194,7 +296,7 @@ class SessionStore:
             clock=self._clock,
             hidden=hidden,
         )
-        self.by_lease[session.lease.id] = session
+        session.vocabulary = self._model().vocabulary
         return session
 
     def new_lease(self) -> LeaseId:

@@ -16,8 +16,10 @@ from chatd.engine.messages import FinishReason, RequestClass
 from chatd.engine.plan import RequestId
 from chatd.engine.sampling import BeamSearch
 from chatd.errors import ChatdError
+from chatd.journal.records import MessageRecord
 from chatd.protocol import Logprob, Params, Timings, Usage
 from chatd.sessions.conversation import ID_TYPE, Node
+from chatd.sessions.deaths import DeathCount
 from chatd.sessions.detokenizer import Detokenizer
 from chatd.sessions.stop_strings import StopStrings
 
@@ -216,6 +218,12 @@ class Turn:
         beam: How it searches for its answer, where it does.
         others: What the search found beside the answer.
         dropped: What its context has left out that the one before had.
+        key_id: Whose key asked for it.
+        record: The answer as the journal has it, in progress; None where it is not kept.
+        is_ending: Its end is being made durable, or is over.
+        deaths: Of the engines that it ran on.
+        is_running: The engine has begun with it.
+        is_interrupted: Its engine is gone, and no other one has begun with it yet.
     """
 
     session: Session
@@ -241,3 +249,9 @@ class Turn:
     beam: BeamSearch | None = None
     others: list[OtherAnswer] = field(default_factory=list)
     dropped: Dropped | None = None
+    key_id: str = ""
+    record: MessageRecord | None = None
+    is_ending: bool = False
+    deaths: DeathCount = field(default_factory=DeathCount)
+    is_running: bool = False
+    is_interrupted: bool = False

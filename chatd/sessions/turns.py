@@ -1,34 +1,59 @@
-"""Runs turns: from a message to the one end of its answer.
+"""Runs turns: from a message to the end of its answer, which `turn_ends` brings about.
 
-A turn encodes what its messages add, submits it under the session's lease, and then only reacts to what the engine
-says. The flag that keeps a second turn out is `Session.turn`: set before the first await, cleared on every exit.
+A turn encodes what its messages add, makes it durable, submits it under the session's lease, and then only reacts to
+what the engine says. The flag that keeps a second turn out is `Session.turn`: set before the first await, cleared on
+every exit.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from array import array
-from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from chatd.engine.messages import Beams, Done, FinishReason, Ready, RequestClass
 from chatd.engine.plan import RequestId
-from chatd.engine.sampling import BeamSearch, check_beam_search
+from chatd.engine.sampling import BeamSearch, SamplingParams, check_beam_search
 from chatd.errors import ChatdError, Conflict, EngineError, RateLimited, Unavailable
-from chatd.protocol import Message, Params, Usage
+from chatd.journal.records import Change, MessageRecord, SaveMessage
+from chatd.protocol import Message, Params
 from chatd.sessions.context_policy import ContextMaker, Prompt
-from chatd.sessions.conversation import ID_TYPE, Node, Owner
-from chatd.sessions.endings import error_of, timings_of
+from chatd.sessions.conversation import Node, Owner
+from chatd.sessions.endings import error_of
 from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.model_profile import ModelProfile, draw_seed
 from chatd.sessions.ports import ChatEncoder, Vocabulary
+from chatd.sessions.recorder import Recorder
+from chatd.sessions.restoring import Restorer, answer_of
+from chatd.sessions.searches import BeamResults
 from chatd.sessions.session import Session
-from chatd.sessions.stats import SessionStats, TurnObserver
-from chatd.sessions.turn import AnswerText, OtherAnswer, TextDelta, TokenLogprobs, Turn, TurnEnd, TurnSink
+from chatd.sessions.stats import SessionStats
+from chatd.sessions.stored import answer_record, message_record
+from chatd.sessions.turn import AnswerText, TokenLogprobs, Turn, TurnSink
+from chatd.sessions.turn_ends import TurnEnds
 
-_log = logging.getLogger(__name__)
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What a turn adds to its conversation, checked, and named as the journal will have it.
+
+    Attributes:
+        messages: With their ids, the first after the parent.
+        answer_id: Of the answer after them.
+        prompt: Before the answer.
+        sampling: Resolved.
+        num_tokens: Length of the log up to where the answer begins.
+    """
+
+    messages: Sequence[tuple[str, Message]]
+    answer_id: str
+    prompt: Prompt
+    sampling: SamplingParams
+    num_tokens: int
+
+
+AlsoKept = Callable[[Begun], Sequence[Change]]
+"""Gives what is made durable together with the beginning of a turn."""
 
 
 class TurnRunner:
@@ -41,7 +66,9 @@ class TurnRunner:
         model: Limits and defaults; replaced when the engine says what fits.
         limits: Bounds.
         stats: Counted into.
+        recorder: Makes turns durable.
         new_id: Makes ids with a prefix.
+        clock: Gives Unix seconds.
         monotonic: Gives seconds for timings.
         on_ended: Called with every turn that ended once it was submitted, and whether its answer was committed.
     """
@@ -54,8 +81,10 @@ class TurnRunner:
         model: ModelProfile,
         limits: SessionLimits,
         stats: SessionStats,
+        recorder: Recorder,
         *,
         new_id: Callable[[str], str],
+        clock: Callable[[], float],
         monotonic: Callable[[], float],
         on_ended: Callable[[Turn, bool], None],
         draw: Callable[[], int] = draw_seed,
@@ -63,17 +92,20 @@ class TurnRunner:
         self.requests = requests
         self.model = model
         self.is_ready = False
-        self.observers: list[TurnObserver] = []
-        self._encoder = encoder
         self.contexts = ContextMaker(encoder, lambda: self.model)
         self._vocabulary = vocabulary
         self._limits = limits
         self._stats = stats
+        self._recorder = recorder
         self._new_id = new_id
+        self._clock = clock
         self._monotonic = monotonic
-        self._on_ended = on_ended
         self._draw = draw
-        self._num_by_owner: Counter[Owner] = Counter()
+        self._ends = TurnEnds(requests, encoder, recorder, lambda: self.model, stats, clock=clock, on_ended=on_ended)
+        self.observers = self._ends.observers
+        self.searches = BeamResults(requests, vocabulary, encoder, self._ends, new_id)
+        self.restorer = Restorer(requests, recorder, self._ends, lambda: self.model, self.text_of, monotonic=monotonic)
+        self._num_by_owner = self._ends.num_by_owner
 
     @property
     def num_in_flight(self) -> int:
@@ -99,6 +131,8 @@ class TurnRunner:
         sink: TurnSink,
         request_class: RequestClass,
         on_accepted: Callable[[Turn, Sequence[Node]], None],
+        also_kept: AlsoKept | None = None,
+        key_id: str = "",
         beam: BeamSearch | None = None,
         num_samples: int = 1,
     ) -> Turn:
@@ -107,8 +141,9 @@ class TurnRunner:
         `params` are all there are: those of the session are not looked at. With `beam` the answer is searched for. Of
         `num_samples` answers this is the first; `begin_sample` must follow for each of the others.
 
-        Returns when the request is submitted. `on_accepted` is called in the same step of the loop, before anything
-        of the answer can come. Nothing has changed where this raises.
+        Returns when the turn is durable, together with what `also_kept` gives, and its request is submitted.
+        `on_accepted` is called in the same step of the loop, before anything of the answer can come. Nothing has
+        changed where this raises. The lock of a session that is kept must be held.
 
         Raises:
             Conflict: `session_busy`.
@@ -116,6 +151,7 @@ class TurnRunner:
             RateLimited: The owner has too many turns in flight.
             InvalidRequest: A parameter is out of range, or the template has no place for the messages.
             ContextLengthExceeded: The prompt can never fit.
+            StorageError: It cannot be kept.
         """
         check_free(session)
         self.check_ready()
@@ -135,6 +171,7 @@ class TurnRunner:
             accepted_at=self._monotonic(),
             previous_head=session.conversation.head,
             beam=beam,
+            key_id=key_id,
         )
         session.turn = turn
         self._num_by_owner[owner] += num_samples
@@ -147,10 +184,14 @@ class TurnRunner:
                 date=session.date,
                 max_tokens=params.max_tokens,
             )
-            self._accept(turn, parent, messages, prompt, on_accepted)
+            begun = self._check(turn, parent, messages, prompt)
+            if self._recorder.keeps(session):
+                # Before the engine has it: a refusal then needs nothing undone, and no token waits for the journal.
+                await self._keep(turn, parent, begun, also_kept)
+            self._accept(turn, parent, begun, on_accepted)
         except BaseException:
-            self._uncount(owner, num_samples - 1)
-            self._free(turn)
+            self._ends.uncount(owner, num_samples - 1)
+            self._ends.free(turn)
             raise
         return turn
 
@@ -180,59 +221,79 @@ class TurnRunner:
             accepted_at=first.accepted_at,
             previous_head=session.conversation.head,
             sample_of=first,
+            key_id=first.key_id,
         )
         session.turn = turn
         try:
             self.requests.share_prompt(first.session, first.answer, session)
-            self._accept(turn, first.answer.parent, [], Prompt.of(first.answer), on_accepted)
+            begun = self._check(turn, first.answer.parent, [], Prompt.of(first.answer))
+            self._accept(turn, first.answer.parent, begun, on_accepted)
         except BaseException:
-            self._free(turn)
+            self._ends.free(turn)
             raise
         return turn
 
     def forgo_samples(self, owner: Owner, count: int) -> None:
         """Give up answers that were to follow a first one and will not begin."""
-        self._uncount(owner, count)
+        self._ends.uncount(owner, count)
 
-    def _accept(
-        self,
-        turn: Turn,
-        parent: Node | None,
-        messages: Sequence[Message],
-        prompt: Prompt,
-        on_accepted: Callable[[Turn, Sequence[Node]], None],
-    ) -> None:
-        """Check that it fits, then change the conversation and submit; does not await."""
-        conversation = turn.session.conversation
+    def _check(self, turn: Turn, parent: Node | None, messages: Sequence[Message], prompt: Prompt) -> Begun:
+        """Check that it fits, and name what is added."""
         num_prompt_tokens = prompt.num_tokens(parent)
         self.model.check_prompt(num_prompt_tokens)
         sampling = self.model.resolve(turn.params, num_prompt_tokens, draw=self._draw)
         if turn.beam is not None:
             check_beam_search(turn.beam, sampling, self.model.vocab_size)
-        turn.text = AnswerText(
-            self._vocabulary.detokenizer(), turn.params.stop, frozenset(sampling.stop_token_ids), self._token_text
-        )
+        named = [(self._new_id("msg"), message) for message in messages]
+        prompt = prompt.named(named[0][0]) if named else prompt
+        return Begun(named, answer_of(turn.response), prompt, sampling, num_prompt_tokens)
+
+    async def _keep(self, turn: Turn, parent: Node | None, begun: Begun, also_kept: AlsoKept | None) -> None:
+        """Make the beginning of a turn durable."""
+        now, last = self._clock(), None if parent is None else parent.id
+        messages: list[MessageRecord] = []
+        for message_id, message in begun.messages:
+            messages.append(message_record(message_id, message.role, message.content, last, now))
+            last = message_id
+        turn.record = answer_record(turn, begun.answer_id, last, begun.prompt, begun.sampling, now)
+        added = [SaveMessage(turn.session.id, message) for message in (*messages, turn.record)]
+        await self._recorder.save(turn.session, [*added, *(also_kept(begun) if also_kept is not None else ())])
+
+    def _accept(
+        self,
+        turn: Turn,
+        parent: Node | None,
+        begun: Begun,
+        on_accepted: Callable[[Turn, Sequence[Node]], None],
+    ) -> None:
+        """Change the conversation and submit; does not await."""
+        conversation = turn.session.conversation
+        turn.text = self.text_of(turn, begun.sampling)
         added: list[Node] = []
         last = parent
-        for message in messages:
-            last = conversation.add_message(self._new_id("msg"), message.role, message.content, last)
+        for message_id, message in begun.messages:
+            last = conversation.add_message(message_id, message.role, message.content, last)
             added.append(last)
-        if added:
-            prompt = prompt.named(added[0].id)
-        turn.dropped = prompt.dropped
+        turn.dropped = begun.prompt.dropped
         answer = conversation.begin_answer(
-            self._new_id("msg"),
+            begun.answer_id,
             last,
-            prompt.ids,
-            sampling,
+            begun.prompt.ids,
+            begun.sampling,
             turn.params.stop,
-            log_system=prompt.log_system,
-            context_from=prompt.context_from,
+            log_system=begun.prompt.log_system,
+            context_from=begun.prompt.context_from,
         )
         turn.answer, turn.first_node = answer, added[0] if added else answer
         if turn.decided is None:
             try:
                 self.requests.submit(turn)
+            except Unavailable:
+                if turn.record is None:
+                    conversation.remove_from(turn.first_node, turn.previous_head)
+                    raise
+                # It is durable, so it is taken: the next engine answers it.
+                self.restorer.wait(turn)
             except BaseException:
                 conversation.remove_from(turn.first_node, turn.previous_head)
                 raise
@@ -241,42 +302,48 @@ class TurnRunner:
             observer.turn_started(turn.session.owner)
         on_accepted(turn, added)
         if turn.decided is not None:
-            self._finish(turn, turn.decided, None)
+            self._ends.finish(turn, turn.decided, None)
+
+    def text_of(self, turn: Turn, sampling: SamplingParams) -> AnswerText:
+        """Return what makes text of an answer's tokens, with none yet."""
+        return AnswerText(
+            self._vocabulary.detokenizer(), turn.params.stop, frozenset(sampling.stop_token_ids), self._token_text
+        )
 
     def cancel(self, turn: Turn, reason: str | None = None) -> None:
         """End a turn as cancelled, or for `reason`, and keep what there is; does nothing to one that ends already."""
-        if turn.decided is not None:
+        if turn.decided is not None or turn.is_ending:
             return
         turn.decided, turn.cancel_reason = FinishReason.CANCELLED, reason
-        self.requests.cancel(turn)
+        if turn.request is None and turn.answer is not None:
+            self._ends.finish(turn, turn.decided, None)  # No engine has it.
+        else:
+            self.requests.cancel(turn)
 
     # What the engine says.
 
     def on_ready(self, ready: Ready) -> None:
-        """Take in what fits, and serve."""
+        """Take in what fits, and serve: first what another engine left."""
         self.model = self.model.with_ready(ready)
         self.is_ready = True
+        self.restorer.resume()
 
     def on_died(self, reason: str) -> None:
-        """End every turn in flight and forget what the engine held."""
+        """Forget what the engine held; turns in flight wait for the next one, and end where they were to end."""
         self.is_ready = False
         self.requests.on_died()
-        error = EngineError(f"the engine ended while it computed this answer: {reason}")
         for turn in self.requests.turns():
-            try:
-                if turn.decided is not None:
-                    self._finish(turn, turn.decided, None)
-                else:
-                    self.fail(turn, error)
-            except Exception:
-                _log.exception("a turn could not be ended as it should")
-                with contextlib.suppress(Exception):
-                    self.fail(turn, error)
+            if turn.is_ending:
+                continue
+            if turn.decided is not None:
+                self._ends.finish(turn, turn.decided, None)
+            else:
+                self.restorer.interrupt(turn, reason)
 
     def on_tokens(self, request: RequestId, ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> None:
         """Take the new tokens of one request."""
         turn = self.requests.turn_of(request)
-        if turn is None or turn.decided is not None:
+        if turn is None or turn.decided is not None or turn.is_ending:
             return
         text, answer = turn.text, turn.answer
         assert text is not None and answer is not None, "tokens for a turn without an answer"  # noqa: PT018
@@ -290,206 +357,58 @@ class TurnRunner:
             for observer in self.observers:
                 observer.next_tokens(turn.session.owner, len(ids), now - turn.last_token_at)
         turn.last_token_at = now
+        start = len(text.ids)
         delta = text.push(ids, logprobs)
+        if turn.record is not None:
+            # Fewer than came where a stop string ends among them.
+            self._recorder.note_tokens(answer.id, start, text.ids[start:])
         if text.is_stopped:
             turn.decided = FinishReason.STOP_STRING
             self.requests.finish(turn, answer.num_tokens + len(text.ids))
         if delta is not None:
-            self._deliver(turn, answer, delta)
+            self._ends.deliver(turn, answer, delta)
 
     def on_beams(self, found: Beams) -> None:
         """Take what a search found: the best sequence is the answer."""
         turn = self.requests.turn_of(found.request)
-        if turn is None or turn.decided is not None:
+        if turn is None or turn.decided is not None or turn.is_ending:
             return
-        best, *others = found.sequences
-        self.on_tokens(found.request, best.ids, None)
-        assert turn.answer is not None and turn.answer.sampling is not None, "a search without an answer"  # noqa: PT018
-        hidden_ids = frozenset(turn.answer.sampling.stop_token_ids)
-        for sequence in others:
-            answer = AnswerText(self._vocabulary.detokenizer(), (), hidden_ids)
-            deltas = (answer.push(sequence.ids), answer.flush())
-            text = "".join(delta.text for delta in deltas if delta is not None)
-            if sequence.reason is FinishReason.STOP and self._is_foreign_stop(answer.ids[-1]):
-                answer.ids.pop()
-            reason = self._name_of(turn, sequence.reason, turn.answer.num_tokens, len(answer.ids))
-            turn.others.append(OtherAnswer(text, answer, reason))
-
-    def keep_other(self, turn: Turn, other: OtherAnswer, session: Session) -> Node | None:
-        """Commit an answer that a search found beside the one that was taken, in a session that ends with its messages.
-
-        The session shares the prompt; what it lacks of the answer is computed when it is used.
-
-        Returns:
-            None where later prompts would have other ids of either answer than were computed.
-        """
-        best, conversation = turn.answer, session.conversation
-        assert best is not None and turn.text is not None, "a search ended without an answer"  # noqa: PT018
-        if best.ids is not turn.text.ids or self._encoder.settle(other.answer.ids) is not None:
-            return None
-        assert best.sampling is not None, "an answer without its parameters"
-        assert best.usage is not None, "an answer in progress"
-        assert best.timings is not None, "an answer in progress"
-        num_prompt_tokens = best.num_tokens_before + len(best.prompt_ids)
-        self.requests.share_prompt(turn.session, best, session)
-        answer = conversation.begin_answer(
-            self._new_id("msg"),
-            best.parent,
-            best.prompt_ids,
-            best.sampling,
-            best.stop_strings,
-            log_system=best.log_system,
-            context_from=best.context_from,
-        )
-        answer.append_text(other.text)
-        completed = other.reason in (FinishReason.STOP, FinishReason.STOP_STRING)
-        conversation.end_answer(
-            answer,
-            status="completed" if completed else "incomplete",
-            reason=other.reason,
-            usage=Usage.of(num_prompt_tokens, best.usage.cached_tokens, len(other.answer.ids)),
-            timings=best.timings,
-        )
-        answer.ids = other.answer.ids
-        return answer
+        self.on_tokens(found.request, found.sequences[0].ids, None)
+        self.searches.take(turn, found)
 
     def on_done(self, done: Done) -> None:
         """End the turn of a request."""
         turn = self.requests.turn_of(done.request)
-        if turn is None:
+        if turn is None or turn.is_ending:
             return
         if done.reason is FinishReason.FAILED and turn.decided is None:
-            self.fail(turn, error_of(done))
+            self._ends.fail(turn, error_of(done))
         else:
-            self._finish(turn, turn.decided or done.reason, done)
+            self._ends.finish(turn, turn.decided or done.reason, done)
 
     def on_lease_lost(self, request: RequestId) -> None:
         """Send the whole log, or end a turn that was cancelled meanwhile."""
         turn = self.requests.turn_of(request)
-        if turn is None:
+        if turn is None or turn.is_ending:
             return
         self._stats.lease_misses += 1
         if turn.decided is not None:
             self.requests.lose(turn.session)
-            self._finish(turn, turn.decided, None)
+            self._ends.finish(turn, turn.decided, None)
         elif turn.base_len == 0:
-            self.fail(turn, EngineError("the engine lost a lease that it was given whole"))
+            self._ends.fail(turn, EngineError("the engine lost a lease that it was given whole"))
         else:
             try:
                 self.requests.submit(turn, whole=True)
             except Unavailable as error:
-                self.fail(turn, error)
-
-    # How a turn ends.
-
-    def fail(self, turn: Turn, error: ChatdError) -> None:
-        """Roll back to the last committed turn and say why."""
-        if turn.ended.is_set():
-            return
-        session = turn.session
-        assert turn.first_node is not None, "a turn without a message fails"
-        try:
-            session.conversation.remove_from(turn.first_node, turn.previous_head)
-        finally:
-            self._free(turn)
-        self._stats.turns_ended["failed"] += 1
-        for observer in self.observers:
-            observer.turn_ended(session.owner, "failed", None, None)
-        self._on_ended(turn, False)
-        turn.sink.on_end(turn, TurnEnd("failed", completed=False, error=error))
+                self._ends.fail(turn, error)
 
     def fail_request(self, request: RequestId, error: ChatdError) -> None:
         """End a turn whose messages could not be handled; the engine is told to stop."""
         turn = self.requests.turn_of(request)
         if turn is not None:
             self.requests.cancel(turn)
-            self.fail(turn, error)
-
-    def _finish(self, turn: Turn, reason: FinishReason, done: Done | None) -> None:
-        """Commit an answer, then say so."""
-        session, answer, text = turn.session, turn.answer, turn.text
-        assert answer is not None and text is not None, "a turn without an answer is finished"  # noqa: PT018
-        delta = text.flush()
-        if text.is_stopped:
-            reason = FinishReason.STOP_STRING
-        if delta is not None:
-            self._deliver(turn, answer, delta)
-        if reason is FinishReason.STOP and text.ids and self._is_foreign_stop(text.ids[-1]):
-            text.ids.pop()
-        num_prompt_tokens = answer.num_tokens
-        named = self._name_of(turn, reason, num_prompt_tokens, len(text.ids))
-        num_cached = min(done.num_cached_tokens if done is not None else turn.num_cached_tokens, num_prompt_tokens)
-        usage = Usage.of(num_prompt_tokens, num_cached, len(text.ids))
-        timings = timings_of(turn, done.timings if done is not None else None, len(text.ids))
-        completed = reason in (FinishReason.STOP, FinishReason.STOP_STRING)
-        session.conversation.end_answer(
-            answer, status="completed" if completed else "incomplete", reason=named, usage=usage, timings=timings
-        )
-        is_as_computed = self._settle(session, answer, text)
-        self._free(turn)
-        if not is_as_computed:
-            self.requests.compute_ahead(session)
-        stats = self._stats
-        stats.turns_ended[named] += 1
-        stats.prompt_tokens += num_prompt_tokens
-        stats.cached_tokens += num_cached
-        stats.output_tokens += len(text.ids)
-        for observer in self.observers:
-            observer.turn_ended(session.owner, named, usage, timings)
-        self._on_ended(turn, True)
-        turn.sink.on_end(turn, TurnEnd(named, completed, usage, timings, others=turn.others))
-
-    def _settle(self, session: Session, answer: Node, text: AnswerText) -> bool:
-        """Give an answer the ids that later prompts have of it, and note how much of them the lease holds.
-
-        Returns:
-            Whether these are the ids that were computed.
-        """
-        settled = self._encoder.settle(text.ids)
-        if settled is None:
-            answer.ids = text.ids
-            num_held = answer.num_tokens
-        else:
-            # History has no thoughts, so what comes after them is computed again.
-            del answer.prompt_ids[len(answer.prompt_ids) - settled.num_prompt_ids :]
-            num_held = answer.num_tokens
-            answer.ids = array(ID_TYPE, settled.ids)
-        if session.lease.node is answer and session.lease.num_tokens:  # None of a lease that was lost meanwhile.
-            session.lease.num_tokens = num_held
-        return settled is None
-
-    def _is_foreign_stop(self, token_id: int) -> bool:
-        """Return whether an id ends an answer but has no place in a conversation of this template."""
-        return token_id in self._encoder.stop_token_ids and token_id != self._encoder.turn_end_id
-
-    def _name_of(self, turn: Turn, reason: FinishReason, num_prompt_tokens: int, num_output_tokens: int) -> str:
-        if reason is FinishReason.MAX_OUTPUT_TOKENS and self.model.ends_by_context(
-            turn.params, num_prompt_tokens, num_output_tokens
-        ):
-            return str(FinishReason.CONTEXT)
-        if reason is FinishReason.CANCELLED and turn.cancel_reason is not None:
-            return turn.cancel_reason
-        return str(reason)
-
-    def _free(self, turn: Turn) -> None:
-        """Let the session have its next turn."""
-        session = turn.session
-        assert session.turn is turn, "a turn ends that is not the session's"
-        session.turn = None
-        session.latest.queued = session.latest.prefill = None
-        self._uncount(session.owner, 1)
-        self.requests.forget(turn)
-        turn.ended.set()
-
-    def _uncount(self, owner: Owner, count: int) -> None:
-        self._num_by_owner[owner] -= count
-        if self._num_by_owner[owner] <= 0:
-            del self._num_by_owner[owner]
-
-    def _deliver(self, turn: Turn, answer: Node, delta: TextDelta) -> None:
-        answer.append_text(delta.text)
-        self._stats.deltas += 1
-        turn.sink.on_delta(turn, delta)
+            self._ends.fail(turn, error)
 
     def _token_text(self, token_id: int) -> str:
         return self._vocabulary.token_bytes[token_id].decode(errors="replace")

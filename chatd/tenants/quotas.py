@@ -101,6 +101,10 @@ class KeyQuota:
             self._requests.take(now, float(num_answers))
         self.num_inflight += num_answers
 
+    def resume(self) -> None:
+        """Count an answer that goes on after a restart, over any limit: it was let in before; `finish` must follow."""
+        self.num_inflight += 1
+
     def refund(self, num_answers: int = 1) -> None:
         """Undo one `admit` whose request was refused before it began."""
         if self._requests is not None:

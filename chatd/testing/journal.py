@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
@@ -147,3 +149,29 @@ class MemoryJournal:
         for message_id in ids:
             if message_id not in used:
                 self._messages.pop(message_id, None)
+
+
+class JournalHandle:
+    """One daemon's hold on a journal: once it is cut, as by `kill -9`, nothing of that daemon gets there any more.
+
+    Args:
+        journal: Outlives the daemon.
+    """
+
+    def __init__(self, journal: MemoryJournal) -> None:
+        self.is_cut = False
+        self._journal = journal
+
+    async def commit(self, changes: Sequence[Change]) -> None:
+        """Commit; what comes after the cut never returns."""
+        if self.is_cut:
+            await asyncio.Event().wait()
+        await self._journal.commit(changes)
+
+    def append_tokens(self, message: str, start: int, ids: Sequence[int]) -> None:
+        """Note tokens of an answer in flight."""
+        if not self.is_cut:
+            self._journal.append_tokens(message, start, ids)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._journal, name)

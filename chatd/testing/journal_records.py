@@ -39,6 +39,8 @@ def make_session(
         head=head,
         vocabulary="v1",
         model="small",
+        num_items=3,
+        num_tokens=41,
         context_policy="drop_oldest",
     )
 

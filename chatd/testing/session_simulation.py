@@ -139,7 +139,7 @@ class SessionSimulation:
                 self.counts[f"session {verb}"] += 1
         except ChatdError as error:
             self._note_refusal(error)
-        self.watched = [watched for watched in self.watched if self._is_known(watched.session)]
+        self.watched = [watched for watched in self.watched if await self._is_known(watched.session)]
         self.check()
 
     async def finish(self) -> None:
@@ -361,10 +361,10 @@ class SessionSimulation:
             self._check_rollback(watched)
             self._check_lease(session)
 
-    def _is_known(self, session: Session) -> bool:
+    async def _is_known(self, session: Session) -> bool:
         """Return whether a session can still be named: of the closed ones the longest unused are forgotten."""
         try:
-            return self.manager.resolve(session.owner, session.id) is session
+            return await self.manager.resolve(session.owner, session.id) is session
         except NotFound:
             return False
 

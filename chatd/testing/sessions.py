@@ -50,6 +50,7 @@ from chatd.sessions.detokenizer import Detokenizer, TokenBytes
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.manager import SessionManager
 from chatd.sessions.model_profile import ModelProfile
+from chatd.sessions.ports import Journal
 from chatd.testing.engine import NAMESPACE, FakeClock, ProvenanceRunner, Truth, chains_of
 
 SYSTEM, USER, ASSISTANT, TURN_END, END_OF_TEXT = range(256, 261)
@@ -267,11 +268,14 @@ class ScriptedEngine:
         if message.beam is not None:
             self._search(message, log)
             return
-        answer = [] if message.compute_only else [*self.reply(list(log))]
+        prompt, answered = log[: len(log) - message.num_answered], log[len(log) - message.num_answered :]
+        answer = [] if message.compute_only else [*self.reply(list(prompt))]
         if not message.compute_only and (not answer or answer[-1] not in message.params.stop_token_ids):
             answer += [answer[-1] if answer else 0] * (message.params.max_tokens - len(answer))
-        self.running[message.request] = _Running(message, len(log), message.base_len, answer)
-        self._outbox.append(Started(message.request, len(log), message.base_len, 0.0))
+        assert answer[: len(answered)] == answered, "an answer goes on after tokens that are not its own"
+        running = _Running(message, len(prompt), min(message.base_len, len(prompt)), answer, len(answered))
+        self.running[message.request] = running
+        self._outbox.append(Started(message.request, running.num_prompt, running.num_cached, 0.0))
 
     def _search(self, message: Submit, log: list[int]) -> None:
         """Find as many answers as are wanted, by asking for a reply so often."""
@@ -444,22 +448,35 @@ def make_manager(
     encoder: ByteChatEncoder | None = None,
     clock: Callable[[], float] = lambda: 1000.0,
     monotonic: Callable[[], float] = lambda: 50.0,
+    journal: Journal | None = None,
+    boot: str = "boot_1",
+    vocabulary: str = "bytes",
 ) -> SessionManager:
-    """Return a manager over the vocabulary of bytes, with counted ids, a clock that stands still and seed 7."""
+    """Return a manager over the vocabulary of bytes, with counted ids, a clock that stands still and seed 7.
+
+    A manager of another boot over the same journal is the daemon after a restart; its ids have the boot in them.
+    """
     numbers = count(1)
+    suffix = "" if boot == "boot_1" else f"_{boot}"
     manager = SessionManager(
         engine,
         encoder or ByteChatEncoder(),
         ModelProfile(
-            id="bytes", context=context, vocab_size=VOCAB_SIZE, stop_token_ids=STOP_IDS, max_tokens=max_tokens
+            id="bytes",
+            context=context,
+            vocab_size=VOCAB_SIZE,
+            stop_token_ids=STOP_IDS,
+            max_tokens=max_tokens,
+            vocabulary=vocabulary,
         ),
         limits or SessionLimits(),
         vocabulary=ByteVocabulary(),
-        boot="boot_1",
+        boot=boot,
         clock=clock,
         monotonic=monotonic,
-        new_id=lambda prefix: f"{prefix}_{next(numbers)}",
+        new_id=lambda prefix: f"{prefix}_{next(numbers)}{suffix}",
         draw=lambda: 7,
+        journal=journal,
     )
     engine.on_messages = manager.on_engine_messages
     if isinstance(engine, CoreEngine):

@@ -49,7 +49,7 @@ async def test_a_fork_is_attached_and_says_what_it_shares(start) -> None:
         session = (await create(bob, title="t")).session.id
         events = await answered(bob, UserMessage(session=session, content="hello"))
         created = await bob.ask(SessionFork(id="f1", session=session))
-        num_tokens = running.manager.resolve(*owner_of(running, session)).conversation.num_tokens
+        num_tokens = (await running.manager.resolve(*owner_of(running, session))).conversation.num_tokens
         assert isinstance(created, SessionCreated)
         assert (created.session.title, created.session.num_items, created.head_seq) == ("t", 2, 0)
         assert (created.shared_tokens, created.shared_blocks) == (num_tokens, -(-num_tokens // 16))

@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from chatd.engine.messages import RequestClass
+from chatd.engine.messages import FinishReason, RequestClass
 from chatd.tenants.keys import create_key, parse, revoke_key
 from chatd.testing.sessions import encode_text
 
@@ -178,20 +178,35 @@ async def test_a_disconnect_cancels_an_answer_that_is_not_streamed(start) -> Non
         await eventually(lambda: running.daemon.num_inflight == 0)
 
 
+def fail_the_one_that_runs(running: Running) -> None:
+    running.engine.end(next(iter(running.engine.running)), FinishReason.FAILED, "engine_error", "no")
+
+
 async def test_an_answer_that_fails_midway_says_so_in_the_stream(start) -> None:
     async with start() as running, official(running) as client:
         running.engine.held = True
         stream = await client.chat.completions.create(model="bytes", messages=HELLO, stream=True)
         running.engine.step(2)
-        running.engine.die()
+        fail_the_one_that_runs(running)
         with pytest.raises(openai.APIError) as failed:
             async for _ in stream:
                 pass
         assert failed.value.code == "engine_error"
-        running.engine.restart()
         running.engine.held = False
         answer = await client.chat.completions.create(model="bytes", messages=HELLO)
         assert answer.choices[0].message.content == "hello"
+
+
+async def test_a_stream_goes_on_when_the_engine_under_it_is_replaced(start) -> None:
+    async with start() as running, official(running) as client:
+        running.engine.held = True
+        stream = await client.chat.completions.create(model="bytes", messages=HELLO, stream=True)
+        running.engine.step(2)
+        running.engine.die()
+        running.engine.restart()
+        running.engine.held = False
+        texts = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+        assert "".join(texts) == "hello"
 
 
 async def test_an_answer_that_fails_is_an_error(start) -> None:
@@ -199,7 +214,7 @@ async def test_an_answer_that_fails_is_an_error(start) -> None:
         running.engine.held = True
         asking = asyncio.create_task(client.chat.completions.create(model="bytes", messages=HELLO))
         await eventually(lambda: len(running.engine.running) == 1)
-        running.engine.die()
+        fail_the_one_that_runs(running)
         with pytest.raises(openai.InternalServerError) as failed:
             await asking
         assert failed.value.code == "engine_error"

@@ -146,7 +146,7 @@ async def talk(seed: int, num_turns: int, caplog: pytest.LogCaptureFixture) -> E
                 [other for other in OWNERS if other.tenant != owner.tenant and sessions[other]] or OWNERS
             )
             if sessions[foreign]:
-                manager.resolve(owner, rng.choice(sessions[foreign]).id)
+                await manager.resolve(owner, rng.choice(sessions[foreign]).id)
 
     while turns < num_turns:
         owner = rng.choice(OWNERS)
@@ -158,7 +158,7 @@ async def talk(seed: int, num_turns: int, caplog: pytest.LogCaptureFixture) -> E
             engine.step()
         if turns % 50 == 0:
             engine.core.check_invariants()
-            listeners[owner].hear(manager.list(owner, SessionList()))
+            listeners[owner].hear(await manager.list(owner, SessionList()))
             for session in sessions[owner]:
                 listeners[owner].hear(manager.items(session))
     engine.run()

@@ -44,18 +44,34 @@ async def test_choices_whose_lease_was_lost_are_sent_whole_and_share_again():
     assert (second.sample_of, third.sample_of) == (first.request, first.request)
 
 
-async def test_all_choices_end_with_the_engine():
+async def test_all_choices_go_on_in_the_next_engine():
     engine = ScriptedEngine(ending("ok"))
     manager = make_manager(engine)
     choices = await manager.choose(ANN, request_of("hi"))
     engine.step()
     engine.die()
+    engine.restart()
+    assert [submit.num_answered for submit in engine.submits[3:]] == [1, 1, 1]
+    assert [submit.sample_of for submit in engine.submits[3:]] == [None] * 3
+    engine.run()
+    assert [await completion.text() for completion in choices.completions] == ["ok"] * 3
+    assert manager.num_in_flight == 0
+    _, texts = await answered(engine, manager, request_of("hi"))
+    assert texts == ["ok"] * 3
+
+
+async def test_all_choices_end_when_a_second_engine_dies_of_them():
+    engine = ScriptedEngine(ending("ok"))
+    manager = make_manager(engine)
+    choices = await manager.choose(ANN, request_of("hi"))
+    engine.step()
+    for _ in range(2):
+        engine.die()
+        engine.restart()
+        engine.flush()
     assert [type(one.error) for one in choices.completions] == [EngineError] * 3
     assert [event.index async for event in choices] == []
     assert manager.num_in_flight == 0
-    engine.restart()
-    _, texts = await answered(engine, manager, request_of("hi"))
-    assert texts == ["ok"] * 3
 
 
 async def test_an_engine_that_takes_only_some_gets_none():
@@ -128,10 +144,10 @@ async def test_a_search_that_fails_or_is_cancelled_ends_all_that_it_would_have_f
         choices = await manager.choose(ANN, request_of("hi", beam=BeamSearch(width=3, num_returned=3)))
         turn = manager._requests.turns()[0]
         if reason is FinishReason.FAILED:
-            manager._runner.fail(turn, EngineError("broken"))
+            manager._runner._ends.fail(turn, EngineError("broken"))
         else:
             choices.cancel()
-            manager._runner._finish(turn, reason, None)
+            manager._runner._ends.finish(turn, reason, None)
         reasons = {one.finish_reason for one in choices.completions}
         assert reasons == {str(reason)}
         assert manager.num_in_flight == 0

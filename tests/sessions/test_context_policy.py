@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from chatd.engine.messages import FinishReason
 from chatd.errors import Conflict, ContextLengthExceeded
 from chatd.protocol import (
     BranchSelect,
@@ -278,8 +279,7 @@ async def test_a_failed_turn_leaves_the_context_as_it_was() -> None:
     items, used = manager.items(session), session.context_used
     await manager.user_message(session, UserMessage(session=session.id, content="5" * 40))
     assert session.conversation.head.context_from is not None
-    engine.die()
-    engine.restart()
+    engine.end(next(iter(engine.running)), FinishReason.FAILED, "engine_error", "no")
     assert (manager.items(session), session.context_used) == (items, used)
     await say(engine, manager, session, "6" * 40)
     assert session.conversation.head.context_from is not None

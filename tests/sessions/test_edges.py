@@ -184,15 +184,12 @@ async def test_an_engine_that_dies_around_a_fork_loses_time_and_nothing_else(mom
         assert any(isinstance(message, Fork) for message in engine.sent)
         engine.die()
         engine.restart()
-        assert await forked.text() == ""
-        assert forked.error is not None
-        forked = await ask("a", "ok", "c")
     else:
         engine.die()
         engine.restart()
         forked = await asking
-    assert busy.error is not None
     engine.run()
+    assert await busy.text() == "ok"
     assert await forked.text() == "ok"
     assert engine.submits[-1].base_len == 0
     assert engine.submits[-1].new_ids[:2] == [USER, *encode_text("a")]

@@ -59,7 +59,7 @@ async def test_a_canary_is_only_ever_seen_by_its_owner(seed: int) -> None:
         assert all(canary not in text for owner, canary in canaries.items() if owner.tenant != submit.tenant)
     for owner in OWNERS:
         told = b"".join(msgspec.json.encode(event) for event in seen[owner]).decode()
-        told += msgspec.json.encode(manager.list(owner, SessionList())).decode()
+        told += msgspec.json.encode(await manager.list(owner, SessionList())).decode()
         told += msgspec.json.encode(manager.items(sessions[owner])).decode()
         assert canaries[owner] in told
         for other in OWNERS:
@@ -82,7 +82,7 @@ async def test_a_foreign_session_and_an_unknown_one_are_refused_in_the_same_word
         (Owner("none", "none"), session.id),
     ]:
         with pytest.raises(NotFound) as refused:
-            manager.resolve(owner, session_id)
+            await manager.resolve(owner, session_id)
         body = protocol.ErrorBody.of(refused.value)
         refusals.add(msgspec.structs.replace(body, message=body.message.replace(session_id, "ID")))
     assert refusals == {

@@ -270,32 +270,64 @@ async def test_a_lost_lease_is_sent_again_whole() -> None:
     assert kinds(transcript(connection.events)).count("response.completed") == 2
 
 
-async def test_the_engines_death_fails_the_turn_and_the_next_one_sends_the_whole_log() -> None:
-    engine = ScriptedEngine(replying("ok"))
+async def test_an_answer_goes_on_in_the_next_engine_from_what_was_delivered() -> None:
+    engine = ScriptedEngine(replying("okay"))
     manager = make_manager(engine)
     session, connection = await open_session(manager)
     await say(manager, session, "one")
     engine.run()
     committed = list(session.conversation.log())
-    items = manager.items(session)
     await say(manager, session, "two")
-    engine.step()
+    engine.step(num_tokens=2)
     connection.take()
     engine.die()
-    failed = [event for event in connection.take() if isinstance(event, ResponseFailed)]
-    assert [event.error.code for event in failed] == ["engine_error"]
-    assert list(session.conversation.log()) == committed
-    assert manager.items(session) == items
+    assert kinds(connection.take()) == ["response.preempted", "response.queued", "session.tier"]
+    assert session.snapshot("none").state.queued == {"position": 1, "why": "restore"}
     with pytest.raises(Unavailable) as refused:
-        await say(manager, session, "two")
+        await say(manager, (await open_session(manager))[0], "another")
     assert refused.value.error_code == "engine_unavailable"
     engine.restart()
-    await say(manager, session, "three")
-    engine.run()
     last = engine.submits[-1]
-    assert last.base_len == 0
+    assert (last.base_len, last.num_answered, last.is_suspect) == (0, 2, True)
     assert last.new_ids[: len(committed)] == committed
-    assert [event.seq for event in transcript(connection.take())][-1] == session.ring.head_seq
+    assert last.new_ids[-2:] == encode_text("ok")
+    engine.run()
+    events = connection.take()
+    assert "response.resumed" in kinds(events)
+    assert "".join(event.delta for event in events if isinstance(event, OutputTextDelta)) == "ay"
+    (end,) = [event for event in events if isinstance(event, ResponseCompleted)]
+    assert (end.item.content, end.usage.output_tokens) == ("okay", 5)
+    assert end.seq == session.ring.head_seq
+
+
+async def test_an_answer_that_was_running_at_two_deaths_without_getting_on_fails() -> None:
+    engine = ScriptedEngine(replying("okay"))
+    manager = make_manager(engine)
+    session, connection = await open_session(manager)
+    await say(manager, session, "one")
+    engine.step()
+    engine.die()
+    engine.restart()
+    engine.flush()
+    engine.die()
+    (failed,) = [event for event in connection.events if isinstance(event, ResponseFailed)]
+    assert failed.error.code == "engine_died"
+    assert manager.items(session) == []
+    assert session.turn is None
+
+
+async def test_an_answer_is_cancelled_while_no_engine_has_it() -> None:
+    engine = ScriptedEngine(replying("okay"))
+    manager = make_manager(engine)
+    session, connection = await open_session(manager)
+    await say(manager, session, "one")
+    engine.step()
+    engine.die()
+    await manager.cancel(session)
+    (end,) = [event for event in connection.events if isinstance(event, ResponseIncomplete)]
+    assert (end.reason, end.item.content) == ("cancelled", "o")
+    engine.restart()
+    assert len(engine.submits) == 1
 
 
 async def test_a_turn_that_fails_leaves_the_session_as_it_was() -> None:
@@ -520,13 +552,12 @@ async def test_a_failed_turn_takes_back_only_the_title_that_it_gave() -> None:
     manager = make_manager(engine)
     session, connection = await open_session(manager)
     await say(manager, session, "hello")
-    engine.die()
+    engine.end(next(iter(engine.running)), FinishReason.FAILED, "engine_error", "no")
     assert session.title == ""
     assert kinds(transcript(connection.events))[-2:] == ["response.failed", "session.updated"]
-    engine.restart()
     await say(manager, session, "hello")
     await manager.update(session, SessionUpdate(session=session.id, title="mine"))
-    engine.die()
+    engine.end(next(iter(engine.running)), FinishReason.FAILED, "engine_error", "no")
     assert session.title == "mine"
 
 
@@ -581,11 +612,11 @@ async def test_the_text_of_all_sessions_of_a_user_is_bounded_and_closed_ones_mak
     assert manager.items(first) == []
     await open_session(manager, owner=Owner("acme", "bob"), system="z" * 4_000)
     await manager.close(second)
-    assert manager.resolve(ANN, second.id) is second
+    assert await manager.resolve(ANN, second.id) is second
     await say(manager, first, "z" * 900)
     with pytest.raises(NotFound):
-        manager.resolve(ANN, second.id)
-    assert manager.resolve(ANN, first.id) is first
+        await manager.resolve(ANN, second.id)
+    assert await manager.resolve(ANN, first.id) is first
 
 
 async def test_a_session_closed_twice_at_once_is_closed_once() -> None:
@@ -606,7 +637,7 @@ async def test_a_session_closed_twice_at_once_is_closed_once() -> None:
     )
     assert connection.events[-1] == protocol.SessionClosed(session=session.id, re="c1")
     assert other.events[-1] == protocol.SessionClosed(session=session.id, re="c2")
-    assert manager.list(ANN, SessionList()).sessions == []
+    assert (await manager.list(ANN, SessionList())).sessions == []
     assert len(manager.lease_sessions) == 0
     assert [message for message in engine.sent if isinstance(message, Release)] == [Release(engine.submits[0].lease)]
 
@@ -649,7 +680,7 @@ async def test_text_of_a_failed_turn_does_not_count() -> None:
     manager = make_manager(engine)
     session, _ = await open_session(manager)
     await say(manager, session, "hello")
-    engine.die()
+    engine.end(next(iter(engine.running)), FinishReason.FAILED, "engine_error", "no")
     assert session.conversation.num_bytes == 0
 
 
@@ -702,7 +733,7 @@ async def test_close_releases_the_lease_and_keeps_the_text() -> None:
     await manager.close(session, re="c1", subscriber=connection)
     assert Release(lease) in engine.sent
     assert connection.events[-1] == protocol.SessionClosed(session=session.id, re="c1")
-    assert manager.resolve(ANN, session.id).info().num_items == 2
+    assert (await manager.resolve(ANN, session.id)).info().num_items == 2
     assert session.info().tier == "tokens"
     connection.take()
     await say(manager, session, "again")
@@ -749,7 +780,7 @@ async def test_closed_sessions_are_kept_up_to_a_number() -> None:
     first.updated_at = 1.0
     await manager.close(first)
     await manager.close(second)
-    assert [info.id for info in manager.list(ANN, SessionList()).sessions] == [second.id]
+    assert [info.id for info in (await manager.list(ANN, SessionList())).sessions] == [second.id]
 
 
 async def test_turns_of_one_user_are_limited() -> None:
@@ -775,17 +806,17 @@ async def test_the_list_shows_ones_own_sessions_last_used_first_in_pages() -> No
     await open_session(manager, owner=Owner("acme", "bob"))
     seen, cursor = [], None
     while True:
-        page = manager.list(ANN, SessionList(limit=2, cursor=cursor))
+        page = await manager.list(ANN, SessionList(limit=2, cursor=cursor))
         seen += [info.title for info in page.sessions]
         cursor = page.next_cursor
         if cursor is None:
             break
     assert seen == [f"number {number}" for number in (4, 3, 2, 1, 0)]
-    assert [info.title for info in manager.list(ANN, SessionList(query="NUMBER 3")).sessions] == ["number 3"]
+    assert [info.title for info in (await manager.list(ANN, SessionList(query="NUMBER 3"))).sessions] == ["number 3"]
     sessions[2].archived = True
-    assert [info.title for info in manager.list(ANN, SessionList(archived=True)).sessions] == ["number 2"]
+    assert [info.title for info in (await manager.list(ANN, SessionList(archived=True))).sessions] == ["number 2"]
     with pytest.raises(InvalidRequest) as refused:
-        manager.list(ANN, SessionList(cursor="nonsense"))
+        await manager.list(ANN, SessionList(cursor="nonsense"))
     assert refused.value.param == "cursor"
 
 
@@ -796,9 +827,9 @@ async def test_texts_are_searched_newest_sessions_first_within_a_bound(monkeypat
         await say(manager, session, "the Needle is in the hay", respond=False)
         session.updated_at = float(number)
     query = SessionList(query="needle")
-    assert [info.title for info in manager.list(ANN, query).sessions] == ["number 2", "number 1", "number 0"]
+    assert [info.title for info in (await manager.list(ANN, query)).sessions] == ["number 2", "number 1", "number 0"]
     monkeypatch.setattr("chatd.sessions.store.MAX_SEARCHED_CHARS", 2 * len("the Needle is in the hay"))
-    assert [info.title for info in manager.list(ANN, query).sessions] == ["number 2", "number 1"]
+    assert [info.title for info in (await manager.list(ANN, query)).sessions] == ["number 2", "number 1"]
 
 
 async def test_waiting_prefill_and_preemption_are_told_and_kept_for_snapshots() -> None:
@@ -908,7 +939,7 @@ async def test_native_turns_are_interactive() -> None:
 async def test_an_unknown_session_is_not_found() -> None:
     manager = make_manager(ScriptedEngine(replying("ok")))
     with pytest.raises(NotFound) as refused:
-        manager.resolve(ANN, "ses_nope")
+        await manager.resolve(ANN, "ses_nope")
     assert isinstance(refused.value, ChatdError)
     assert refused.value.error_code == "not_found"
 
@@ -1126,7 +1157,7 @@ async def test_observers_are_told_of_every_turn() -> None:
     engine.step(num_tokens=2)
     engine.run()
     await say(manager, session, "hi")
-    engine.die()
+    engine.end(next(iter(engine.running)), FinishReason.FAILED, "engine_error", "no")
     assert observer.calls == [
         ("started", "ann"),
         ("first", 1.0),
