@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from datetime import date
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,6 +17,11 @@ from chatd.protocol import ContextPolicy, ItemStatus, Params, Role, Timings, Usa
 
 ID_TYPE = "I"
 """Of the arrays of token ids."""
+
+if TYPE_CHECKING:
+    IdArray = array[int]
+else:
+    IdArray = array  # msgspec looks at the types of records, and this one has no subscript when it runs.
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,8 +103,8 @@ class MessageRecord(msgspec.Struct, frozen=True, kw_only=True):
     status: ItemStatus
     created_at: float
     is_answer: bool = False
-    prompt_ids: array[int] = msgspec.field(default_factory=lambda: array(ID_TYPE))
-    ids: array[int] = msgspec.field(default_factory=lambda: array(ID_TYPE))
+    prompt_ids: IdArray = msgspec.field(default_factory=lambda: array(ID_TYPE))
+    ids: IdArray = msgspec.field(default_factory=lambda: array(ID_TYPE))
     reason: str | None = None
     usage: Usage | None = None
     timings: Timings | None = None

@@ -49,6 +49,15 @@ def contents_of(database: Path) -> Any:
     return json.loads(msgspec.json.encode(contents, enc_hook=list))
 
 
+def has_all(found: Any, wanted: Any) -> bool:
+    """Tell whether JSON has all of another; fields that came later may be there, too."""
+    if isinstance(wanted, dict):
+        return all(name in found and has_all(found[name], value) for name, value in wanted.items())
+    if isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(has_all, found, wanted))
+    return bool(found == wanted)
+
+
 @pytest.mark.parametrize("version", RELEASED)
 def test_the_tables_of_a_version_never_change(version: int) -> None:
     connection = sqlite3.connect(":memory:", isolation_level=None)
@@ -62,7 +71,7 @@ async def test_a_journal_of_each_version_opens_with_all_that_it_has(version: int
     directory.mkdir(mode=0o700)
     (directory / DATABASE).write_bytes(gzip.decompress((VERSIONS / f"{version}.db.gz").read_bytes()))
     journal = Journal.open(directory)
-    assert contents_of(directory / DATABASE) == json.loads((VERSIONS / f"{version}.json").read_text())
+    assert has_all(contents_of(directory / DATABASE), json.loads((VERSIONS / f"{version}.json").read_text()))
     assert await journal.search("acme", "ann", "GRÜSSE", 10) == ["ses_1", "fork"]
     await journal.commit([SaveMessage("ses_1", make_user_message("new", "still works", "msg_1"))])
     await journal.erase("fork")
