@@ -33,6 +33,7 @@ from chatd.config import (
     usual_keys_path,
 )
 from chatd.errors import ChatdError, EnvironmentProblem, StartupError
+from chatd.journal_commands import sessions_app, usage
 
 SERVING = "Serving"
 CONVERSATIONS = "Conversations"
@@ -46,6 +47,7 @@ app = typer.Typer(
 )
 keys_app = typer.Typer(help="The keys file: which key belongs to which tenant and user.", no_args_is_help=True)
 config_app = typer.Typer(help="The settings and where each came from.", no_args_is_help=True)
+app.add_typer(sessions_app, name="sessions", rich_help_panel=CONVERSATIONS)
 app.add_typer(keys_app, name="keys", rich_help_panel=SETTING_UP)
 app.add_typer(config_app, name="config", rich_help_panel=SETTING_UP)
 notices = Console(stderr=True)
@@ -318,6 +320,9 @@ def schema() -> None:
     from chatd.protocol import json_schema
 
     print(json.dumps(json_schema(), indent=2))
+
+
+app.command(rich_help_panel=CONVERSATIONS)(usage)
 
 
 def _has_terminal() -> bool:

@@ -324,6 +324,11 @@ def state_dir() -> Path:
     return _user_dir("XDG_STATE_HOME", ".local/state")
 
 
+def journal_directory(settings: Settings) -> Path:
+    """Return where the journal is."""
+    return (settings.journal.directory or state_dir() / "journal").expanduser().absolute()
+
+
 def local_key_path() -> Path:
     """Return where the random local key is kept when there is no keys file."""
     return state_dir() / "local.key"

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from chatd.errors import DamagedRecord
+from chatd.errors import ConfigError, DamagedRecord
+from chatd.journal.directory import DATABASE, check_directory
 from chatd.journal.encoding import MessageRow, SessionRow, check, message_record, session_record, unpack_ids
 from chatd.journal.records import MessageRecord, SaveAnswer, SessionRecord, UsageRow
+from chatd.journal.schema import MIGRATIONS, check_version
 from chatd.journal.search import candidates, has_words, words_of
 from chatd.journal.storage_errors import DATABASE_ERRORS
 
@@ -42,6 +44,32 @@ def connect_to_read(file: Path) -> sqlite3.Connection:
     connection.execute("PRAGMA query_only = 1")
     connection.execute("PRAGMA temp_store = MEMORY")
     return connection
+
+
+def open_to_read(directory: Path) -> JournalReader:
+    """Return a reader of a journal that somebody else may be writing.
+
+    Raises:
+        ConfigError: The directory is not this user's alone, or has another version of the journal.
+        sqlite3.Error: It cannot be read.
+    """
+    try:
+        check_directory(directory)
+    except OSError as error:
+        raise ConfigError(f"the journal in {directory} cannot be read: {error.strerror}") from None
+    file = directory / DATABASE
+    connection = connect_to_read(file)
+    try:
+        version = check_version(connection, file)
+        if version < len(MIGRATIONS):
+            raise ConfigError(
+                f"{file} has version {version} of the journal, which a daemon of this version brings up to date",
+                hint="start the daemon once (chatd serve)",
+            )
+    except BaseException:
+        connection.close()
+        raise
+    return JournalReader(connection)
 
 
 class JournalReader:
@@ -80,6 +108,25 @@ class JournalReader:
             DamagedRecord: It is not what was written.
         """
         return self._find(session)[1]
+
+    def session_ids(self) -> set[str]:
+        """Return the ids of all sessions, of damaged ones too."""
+        return {session for (session,) in self._db.execute("SELECT id FROM sessions")}
+
+    def message(self, message: str) -> tuple[str, str, MessageRecord] | None:
+        """Return whose a message is, and the message, without tokens in flight.
+
+        Raises:
+            DamagedRecord: It is not what was written.
+        """
+        row = self._db.execute(
+            "SELECT tenant, user, messages.id, messages.parent, role, status, messages.created_at, content, is_answer,"
+            " prompt_ids, ids, messages.details, messages.checksum FROM messages"
+            " JOIN members ON members.message = messages.pk JOIN sessions ON sessions.pk = members.session"
+            " JOIN owners ON owners.pk = sessions.owner WHERE messages.id = ? LIMIT 1",
+            (message,),
+        ).fetchone()
+        return None if row is None else (row[0], row[1], message_record(MessageRow(*row[2:])))
 
     def in_flight(self) -> list[tuple[str, str]]:
         """Return (session id, message id) of every answer that has not ended."""

@@ -1,0 +1,173 @@
+"""Conversations as files: Markdown and HTML to read, JSON to take along. Knows no journal and no terminal.
+
+Whatever is read by people is cleaned of characters that a terminal obeys, and HTML escapes all of it. JSON is exact:
+the whole tree with its token ids, in ASCII.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import secrets
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from chatd.errors import InvalidRequest
+from chatd.journal.records import ID_TYPE, MessageRecord, SessionRecord
+from chatd_tui.clean import clean, clean_line
+
+FORMAT = "chatd.session"
+VERSION = 1
+Format = Literal["md", "json", "html"]
+_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
+_NAMES = {"user": "You", "assistant": "Assistant", "system": "System"}
+_IN_PROGRESS = "(the answer is in progress)"
+_STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:46rem;margin:2rem auto;padding:0 1rem}"
+    "h2{font-size:1rem;margin:1.5rem 0 .25rem;color:#666}"
+    "pre{font:inherit;white-space:pre-wrap;overflow-wrap:anywhere;margin:0}"
+    ".user pre{background:#f2f2f2;padding:.5rem .75rem;border-radius:.5rem}"
+)
+
+
+class SessionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A conversation as JSON has it.
+
+    Attributes:
+        format: "chatd.session".
+        version: Of this format.
+        session: Without its messages.
+        messages: The tree, parents before children.
+    """
+
+    format: str
+    version: int
+    session: SessionRecord
+    messages: list[MessageRecord]
+
+
+def path_to_head(session: SessionRecord, messages: Sequence[MessageRecord]) -> list[MessageRecord]:
+    """Return the messages that a client shows: those on the way to the head."""
+    by_id = {message.id: message for message in messages}
+    path = []
+    at = session.head
+    while at is not None and at in by_id:
+        path.append(by_id.pop(at))
+        at = path[-1].parent
+    return path[::-1]
+
+
+def as_markdown(session: SessionRecord, messages: Sequence[MessageRecord]) -> str:
+    """Return the path to the head as Markdown, without characters that a terminal would obey."""
+    parts = [f"# {clean_line(session.title) or 'Conversation'}"]
+    if session.system:
+        parts += ["## System", clean(session.system)]
+    for message in path_to_head(session, messages):
+        parts += [f"## {_NAMES[message.role]}", clean(_shown(message))]
+    return "\n\n".join(parts) + "\n"
+
+
+def as_html(session: SessionRecord, messages: Sequence[MessageRecord]) -> str:
+    """Return the path to the head as a page on which nothing that was said is anything but text."""
+    title = html.escape(clean_line(session.title) or "Conversation")
+    sections = [("system", session.system)] if session.system else []
+    sections += [(message.role, _shown(message)) for message in path_to_head(session, messages)]
+    body = "\n".join(
+        f'<section class="{role}"><h2>{_NAMES[role]}</h2><pre>{html.escape(clean(text))}</pre></section>'
+        for role, text in sections
+    )
+    return (
+        '<!doctype html>\n<html><head><meta charset="utf-8">\n'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+        f"<title>{title}</title><style>{_STYLE}</style></head>\n<body><h1>{title}</h1>\n{body}\n</body></html>\n"
+    )
+
+
+def as_json(session: SessionRecord, messages: Sequence[MessageRecord]) -> str:
+    """Return a conversation exactly, with all branches and token ids; `from_json` reads it."""
+    file = SessionFile(format=FORMAT, version=VERSION, session=session, messages=list(messages))
+    return json.dumps(msgspec.to_builtins(file, enc_hook=list), ensure_ascii=True, separators=(",", ":")) + "\n"
+
+
+RENDERERS: dict[Format, Callable[[SessionRecord, Sequence[MessageRecord]], str]] = {
+    "md": as_markdown,
+    "json": as_json,
+    "html": as_html,
+}
+
+
+def from_json(text: str | bytes) -> SessionFile:
+    """Return a conversation that `as_json` wrote, without an answer that was in progress.
+
+    Raises:
+        InvalidRequest: It is none, or its messages are no tree.
+    """
+    try:
+        file = msgspec.json.decode(text, type=SessionFile, dec_hook=_ids)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"that is no export of a session: {error}", param="file") from None
+    if (file.format, file.version) != (FORMAT, VERSION):
+        raise InvalidRequest(
+            f"{file.format[:64]!r} {file.version} is not {FORMAT!r} {VERSION}, which this version reads", param="file"
+        )
+    _check_tree(file)
+    return _ended(file)
+
+
+def with_new_ids(file: SessionFile) -> SessionFile:
+    """Return the same conversation under ids that nothing else has."""
+    names: dict[str | None, str | None] = {None: None}
+    for message in file.messages:
+        names[message.id] = f"msg_{secrets.token_hex(12)}"
+    messages = [
+        msgspec.structs.replace(
+            message,
+            id=names[message.id],
+            parent=names[message.parent],
+            context_from=names.get(message.context_from),
+        )
+        for message in file.messages
+    ]
+    session = msgspec.structs.replace(file.session, id=f"ses_{secrets.token_hex(12)}", head=names[file.session.head])
+    return msgspec.structs.replace(file, session=session, messages=messages)
+
+
+def _shown(message: MessageRecord) -> str:
+    return _IN_PROGRESS if message.status == "in_progress" else message.content
+
+
+def _ids(kind: type, value: Any) -> Any:
+    assert kind is array, f"{kind} is not a type of records"
+    try:
+        return array(ID_TYPE, value)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"these are no token ids: {error}") from None
+
+
+def _check_tree(file: SessionFile) -> None:
+    for name in (file.session.id, *(message.id for message in file.messages)):
+        if not _ID.fullmatch(name):
+            raise InvalidRequest(f"{name[:64]!r} is no id", param="file")
+    known: set[str | None] = {None}
+    for message in file.messages:
+        if message.parent not in known or message.id in known:
+            raise InvalidRequest(f"message {message.id[:64]!r} is there twice, or before its parent", param="file")
+        known.add(message.id)
+    if file.session.head not in known:
+        raise InvalidRequest(f"{str(file.session.head)[:64]!r}, the head, is none of the messages", param="file")
+
+
+def _ended(file: SessionFile) -> SessionFile:
+    """Leave out answers in progress: nobody computes them here. Nothing follows one."""
+    unfinished = {message.id: message.parent for message in file.messages if message.status == "in_progress"}
+    if not unfinished:
+        return file
+    if any(message.parent in unfinished for message in file.messages):
+        raise InvalidRequest("something follows an answer that is in progress", param="file")
+    session = msgspec.structs.replace(file.session, head=unfinished.get(file.session.head or "", file.session.head))
+    messages = [message for message in file.messages if message.id not in unfinished]
+    return msgspec.structs.replace(file, session=session, messages=messages)

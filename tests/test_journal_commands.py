@@ -1,0 +1,275 @@
+"""`chatd sessions` and `chatd usage`, beside a daemon that writes and without one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from chatd.cli import app
+from chatd.errors import ChatdError, Conflict, EnvironmentProblem, InvalidRequest, NotFound
+from chatd.journal.directory import DATABASE, JournalInUse
+from chatd.journal.journal import Journal
+from chatd.journal.reader import JournalReader, connect_to_read
+from chatd.journal.records import Change, CountUsage, MessageRecord, SaveMessage, SaveSession, ShareMessages
+from chatd.testing.journal_records import make_answer, make_session, make_user_message
+
+HOSTILE = "\x1b]0;owned\x07<script>alert(1)</script>\u202e[bold]&amp;\x9b2J"
+TREE = [
+    make_user_message("msg_1", "what is a whale?"),
+    make_answer("msg_2", "msg_1", "a mammal", [5, 70000]),
+    make_answer("msg_3", "msg_1", "no fish", [6]),
+    make_user_message("msg_4", HOSTILE, "msg_2"),
+]
+
+
+def write(directory: Path, *changes: Change) -> None:
+    async def run() -> None:
+        journal = Journal.open(directory)
+        await journal.commit(changes)
+        await journal.close()
+
+    asyncio.run(run())
+
+
+def read(directory: Path, session: str) -> list[MessageRecord]:
+    reader = JournalReader(connect_to_read(directory / DATABASE))
+    messages = reader.messages(session)
+    reader.close()
+    return messages
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Path:
+    directory = tmp_path / "journal"
+    session = make_session("ses_1", title=f"Whales {HOSTILE}", updated_at=86400.0, head="msg_4")
+    write(
+        directory,
+        SaveSession(session),
+        *(SaveMessage("ses_1", message) for message in TREE),
+        SaveSession(make_session("fork", user="bob", pinned=True, head="msg_1")),
+        ShareMessages("fork", ("msg_1",)),
+        CountUsage("acme", "key_1", date(2026, 2, 27), 1000, 200, 30),
+        CountUsage("acme", "key_1", date(2026, 2, 28), 5, 4, 3),
+        CountUsage("other", "key_2", date(2026, 2, 28), 1, 0, 1),
+    )
+    return directory
+
+
+@pytest.fixture
+def in_use(journal: Path) -> Iterator[None]:
+    """A journal that a daemon writes."""
+    loop = asyncio.new_event_loop()
+    open_journal = Journal.open(journal)
+    yield
+    loop.run_until_complete(open_journal.close())
+    loop.close()
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"}, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def sessions(command: str, journal: Path, *arguments: object) -> str:
+    return run("sessions", command, "--directory", journal, *arguments)
+
+
+def listed(journal: Path, *arguments: object) -> list[str]:
+    return [row["id"] for row in json.loads(sessions("ls", journal, "--json", *arguments))]
+
+
+def has_controls(text: str) -> bool:
+    return any((ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160 or c in "\u202e" for c in text)
+
+
+@pytest.mark.usefixtures("in_use")
+def test_conversations_are_read_beside_a_daemon(journal: Path) -> None:
+    assert listed(journal) == ["ses_1", "fork"]
+    assert listed(journal, "--user", "bob") == ["fork"]
+    assert listed(journal, "--tenant", "other") == []
+    assert listed(journal, "--limit", 1) == ["ses_1"]
+    assert listed(journal, "--tenant", "acme", "--user", "ann", "--query", "MAMM") == ["ses_1"]
+    assert "a mammal" in sessions("show", journal, "ses_1")
+    assert json.loads(run("usage", "--directory", journal, "--json"))[0]["input_tokens"] == 1000
+
+
+@pytest.mark.usefixtures("in_use")
+@pytest.mark.parametrize("command", [("rm", "ses_1"), ("rm", "--unused-days", 1), ("erase", "ses_1")])
+def test_nothing_is_written_beside_a_daemon(journal: Path, command: tuple[Any, ...]) -> None:
+    with pytest.raises(JournalInUse, match=r"in use by process \d+") as caught:
+        sessions(command[0], journal, *command[1:])
+    assert "stop that daemon first" in str(caught.value.hint)
+    assert read(journal, "ses_1") == TREE
+
+
+def test_a_list_shows_titles_without_what_a_terminal_obeys(journal: Path) -> None:
+    shown = sessions("ls", journal)
+    assert "Whales" in shown
+    assert "[bold]" in shown
+    assert not has_controls(shown)
+
+
+def test_markdown_is_the_path_to_the_head_and_has_no_controls(journal: Path) -> None:
+    shown = sessions("show", journal, "ses_1")
+    assert shown.startswith("# Whales ")
+    assert "## System\n\nBe brief.\n\n## You\n\nwhat is a whale?\n\n## Assistant\n\na mammal\n\n## You" in shown
+    assert "no fish" not in shown
+    assert not has_controls(shown)
+    assert sessions("export", journal, "ses_1") == shown
+
+
+def test_html_escapes_everything(journal: Path, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    assert sessions("export", journal, "ses_1", "--format", "html", "--output", file) == ""
+    page = file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "<script" not in page
+    assert "&amp;amp;" in page
+    assert "default-src 'none'" in page
+    assert not has_controls(page)
+    with pytest.raises(EnvironmentProblem, match="cannot be written"):
+        sessions("export", journal, "ses_1", "--format", "html", "--output", file)
+
+
+def test_a_conversation_is_the_same_after_export_and_import(journal: Path, tmp_path: Path) -> None:
+    files = [tmp_path / "ses_1.json", tmp_path / "fork.json"]
+    for file in files:
+        sessions("export", journal, file.stem, "--format", "json", "--output", file)
+        assert file.read_text().isascii()
+    other = tmp_path / "other"
+    for directory in (other, journal):
+        if directory == journal:
+            sessions("rm", journal, "ses_1", "fork")
+        sessions("import", directory, files[0])
+        sessions("import", directory, files[1], "--user", "ann")
+        assert read(directory, "ses_1") == TREE
+        assert read(directory, "fork") == TREE[:1]
+        assert sessions("export", directory, "ses_1", "--format", "json") == files[0].read_text()
+        assert listed(directory, "--tenant", "acme", "--user", "ann", "--query", "whale") == ["ses_1", "fork"]
+
+
+def test_an_import_changes_nothing_that_is_there(journal: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file.json"
+    file.write_text(sessions("export", journal, "ses_1", "--format", "json"))
+    with pytest.raises(Conflict, match="session 'ses_1' is in the journal already"):
+        sessions("import", journal, file)
+    sessions("rm", journal, "ses_1")
+    file.write_text(file.read_text().replace("what is a whale?", "what is a shark?"))
+    with pytest.raises(Conflict, match="message 'msg_1' is in the journal already"):
+        sessions("import", journal, file)
+    assert read(journal, "fork") == TREE[:1]
+    sessions("import", journal, file, "--new-ids")
+    (session,) = listed(journal, "--user", "ann")
+    messages = read(journal, session)
+    assert [message.content for message in messages] == ["what is a shark?", "a mammal", "no fish", HOSTILE]
+    assert messages[3].parent == messages[1].id
+    assert messages[1].ids == TREE[1].ids
+
+
+def test_an_answer_in_progress_is_left_out_of_an_import(tmp_path: Path) -> None:
+    unfinished = make_answer("msg_5", "msg_1", None, [1, 2])
+    write(
+        tmp_path / "a",
+        SaveSession(make_session("s", head="msg_5")),
+        SaveMessage("s", TREE[0]),
+        SaveMessage("s", unfinished),
+    )
+    file = tmp_path / "s.json"
+    file.write_text(sessions("export", tmp_path / "a", "s", "--format", "json"))
+    assert json.loads(file.read_text())["messages"][1]["ids"] == [1, 2]
+    assert "(the answer is in progress)" in sessions("show", tmp_path / "a", "s")
+    sessions("import", tmp_path / "b", file)
+    assert read(tmp_path / "b", "s") == TREE[:1]
+    assert sessions("show", tmp_path / "b", "s").endswith("what is a whale?\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"format":"chatd.session"', '"format":"else"'),
+        ('"version":1', '"version":2'),
+        ('"parent":"msg_1"', '"parent":"msg_9"'),
+        ('"head":"msg_4"', '"head":"msg_9"'),
+        ('"id":"msg_2"', '"id":"msg_1"'),
+        ("70000", "4294967296"),
+        ("70000", "-1"),
+        ('"id":"ses_1"', '"id":"../ses_1"'),
+        ('"id":"msg_4"', '"id":"msg\\u001b4"'),
+        ('"role":"user"', '"role":"root"'),
+        ('"pinned"', '"pinnned"'),
+        ("{", "["),
+    ],
+)
+def test_a_file_that_is_no_export_is_refused(journal: Path, tmp_path: Path, old: str, new: str) -> None:
+    file = tmp_path / "file.json"
+    text = sessions("export", journal, "ses_1", "--format", "json")
+    assert old in text
+    file.write_text(text.replace(old, new))
+    with pytest.raises(InvalidRequest, match=r"file\.json: "):
+        sessions("import", tmp_path / "new", file)
+    assert not (tmp_path / "new").exists()
+
+
+def test_rm_removes_by_id_or_by_age_and_spares_what_is_pinned(journal: Path) -> None:
+    with pytest.raises(NotFound):
+        sessions("rm", journal, "ses_1", "ses_2")
+    with pytest.raises(InvalidRequest):
+        sessions("rm", journal)
+    assert listed(journal) == ["ses_1", "fork"]
+    sessions("rm", journal, "--unused-days", 1, "--tenant", "other")
+    assert listed(journal) == ["ses_1", "fork"]
+    sessions("rm", journal, "--unused-days", 1)
+    assert listed(journal) == ["fork"]
+    sessions("rm", journal, "fork")
+    assert listed(journal) == []
+
+
+def test_erase_prints_what_was_removed_and_leaves_none_of_it(journal: Path) -> None:
+    receipt = json.loads(sessions("erase", journal, "ses_1"))
+    assert receipt["session"] == "ses_1"
+    assert (receipt["messages"], receipt["shared_messages"], receipt["tokens"]) == (3, 1, 9)
+    assert not any(b"mammal" in file.read_bytes() for file in journal.iterdir())
+    with pytest.raises(NotFound):
+        sessions("erase", journal, "ses_1")
+
+
+def test_usage_is_shown_by_tenant_key_and_day(journal: Path) -> None:
+    shown = run("usage", "--directory", journal)
+    assert "1,000" in shown
+    rows = json.loads(run("usage", "--directory", journal, "--json", "--from", "2026-02-28", "--tenant", "acme"))
+    assert rows == [
+        {
+            "tenant": "acme",
+            "key_id": "key_1",
+            "day": "2026-02-28",
+            "requests": 1,
+            "input_tokens": 5,
+            "cached_tokens": 4,
+            "output_tokens": 3,
+        }
+    ]
+    with pytest.raises(InvalidRequest, match="'yesterday' is no day"):
+        run("usage", "--directory", journal, "--to", "yesterday")
+
+
+def test_what_cannot_be_read_is_a_plain_refusal(journal: Path, tmp_path: Path) -> None:
+    for error, directory, session in (
+        (EnvironmentProblem, tmp_path / "nowhere", "ses_1"),
+        (NotFound, journal, "ses_9"),
+    ):
+        with pytest.raises(error):
+            sessions("show", directory, session)
+    with pytest.raises(InvalidRequest, match="name --tenant and --user"):
+        sessions("ls", journal, "--query", "x")
+    (journal / DATABASE).write_bytes(b"SQLite format 3\0" + bytes(4096))
+    with pytest.raises(ChatdError):
+        sessions("ls", journal)
