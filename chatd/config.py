@@ -216,6 +216,12 @@ class JournalSettings(_Section):
         description="Where the journal is: a directory that only this daemon's user can read; `journal` in your state"
         " folder where absent. One daemon at a time uses it.",
     )
+    retention_days: float | None = Field(
+        None,
+        gt=0,
+        description="A session that nobody used for so long is erased, unless it is pinned; kept for ever where"
+        " absent.",
+    )
 
 
 class QuotaSettings(_Section):
@@ -233,6 +239,9 @@ class TenantSettings(_Section):
         1.0, gt=0, le=1000, description="Share of tokens and blocks beside the other tenants' weights."
     )
     floor: float = Field(0.0, ge=0, le=0.5, description="Part of the pool that no other tenant can take.")
+    retention_days: float | None = Field(
+        None, gt=0, description="As `journal.retention_days`, which holds where absent."
+    )
 
 
 class PublicPromptSettings(_Section):

@@ -27,6 +27,7 @@ BENCHMARKS = {
     "tiers": "the next turn of a session, by where its KV is",
     "probe": "whether the time to the first token tells what another tenant has cached",
     "join": "equal prompts at once, beside different ones",
+    "journal": "what keeping conversations costs: commits, size, start, search, erasure",
     "neighbor": "what one tenant sees of another that floods",
     "load": "streams, idle sockets, cancels and lost connections for half an hour, and what is left over",
 }

@@ -180,9 +180,10 @@ class Journal:
         kept = frozenset(in_use)
         erased: list[str] = []
         while found := await self._writer.submit(
-            lambda tables: _erase_expired(tables, before, default, kept), _CHANGE_BYTES
+            lambda tables: _erase_expired(tables, before, default, kept), _CHANGE_BYTES, waits_for_scrub=False
         ):
             erased += found
+        await self._writer.submit(Tables.wait_for_scrub, 0)
         return erased
 
     async def sessions(self) -> list[SessionRecord]:

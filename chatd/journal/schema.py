@@ -36,10 +36,12 @@ _VERSION_1 = (
         checksum BLOB NOT NULL
     )""",
     "CREATE INDEX sessions_by_owner ON sessions (owner, updated_at)",
+    # `owner` is under whom the full-text index has it, also where a fork has it later.
     # `ids` of an answer in flight are those that its record was saved with; more are in tokens_in_flight.
     # Numbers are never used again, so that a stale entry of the full-text index leads nowhere.
     """CREATE TABLE messages (
         pk INTEGER PRIMARY KEY AUTOINCREMENT,
+        owner INTEGER NOT NULL,
         id TEXT NOT NULL UNIQUE,
         parent TEXT,
         role TEXT NOT NULL,
@@ -91,10 +93,15 @@ _VERSION_1 = (
         output_tokens INTEGER NOT NULL,
         PRIMARY KEY (tenant, key_id, day)
     ) WITHOUT ROWID""",
-    # A row from an erasure until nothing of what was erased is left in free pages, the index and the log.
-    "CREATE TABLE scrubs (pk INTEGER PRIMARY KEY)",
-    # Of text that is not kept here. Messages by their number, titles by their session's, negated.
-    "CREATE VIRTUAL TABLE search USING fts5 (text, content='', columnsize=0, detail=none, tokenize='trigram')",
+    # Parts of the index that had something which was erased, until nothing of it is left there, in free pages, in the
+    # log.
+    "CREATE TABLE scrubs (part INTEGER PRIMARY KEY)",
+    # Of text that is not kept here. Messages by their number, titles by their session's, negated; by owner in 16 parts.
+    *(
+        f"CREATE VIRTUAL TABLE search_{part} USING fts5"
+        " (text, content='', columnsize=0, detail=none, tokenize='trigram')"
+        for part in range(16)
+    ),
 )
 
 

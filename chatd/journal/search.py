@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 MAX_WORDS = 16
+NUM_PARTS = 16
+"""Tables that the index is made of, by owner: an erasure rewrites one of them."""
+
 _GRAM = 3
 _MAX_GRAMS = 24
 _FIRST_PRIVATE, _NUM_PRIVATE = 0xE000, 6400
@@ -28,25 +32,52 @@ def has_words(text: str, words: Sequence[str]) -> bool:
     return all(word in folded for word in words)
 
 
-def add_to_index(connection: sqlite3.Connection, rowid: int, owner: int, text: str) -> None:
+def part_of(owner: int) -> int:
+    """Return which part of the index has an owner's texts."""
+    return owner % NUM_PARTS
+
+
+def _add(connection: sqlite3.Connection, rowid: int, owner: int, text: str) -> None:
     """Make a text known; an empty one is never found, and is not kept."""
     if text:
-        connection.execute("INSERT INTO search (rowid, text) VALUES (?, ?)", (rowid, _indexed_text(owner, text)))
+        connection.execute(_STATEMENTS[part_of(owner)].add, (rowid, _indexed_text(owner, text)))
 
 
-def remove_from_index(connection: sqlite3.Connection, rowid: int, owner: int, text: str) -> None:
+def _remove(connection: sqlite3.Connection, rowid: int, owner: int, text: str) -> None:
     """Take out a text, exactly as it was added. What it was stays in the index's pages until `merge_index` is done."""
     if text:
-        connection.execute(
-            "INSERT INTO search (search, rowid, text) VALUES ('delete', ?, ?)", (rowid, _indexed_text(owner, text))
-        )
+        connection.execute(_STATEMENTS[part_of(owner)].remove, (rowid, _indexed_text(owner, text)))
 
 
-def merge_index(connection: sqlite3.Connection, *, is_first: bool, num_pages: int = 256) -> bool:
-    """Do a part of rewriting the index without what was taken out; return whether there is more to do."""
+def change_index(connection: sqlite3.Connection, rowid: int, owner: int, old: str, new: str) -> None:
+    """Put a text in the place of another that was added; an index that is damaged is made anew.
+
+    The tables have the new one already.
+    """
+    try:
+        _remove(connection, rowid, owner, old)
+        _add(connection, rowid, owner, new)
+    except sqlite3.DatabaseError as error:
+        if error.sqlite_errorcode != sqlite3.SQLITE_CORRUPT_VTAB:
+            raise
+        rebuild_index(connection, part_of(owner))
+
+
+def rebuild_index(connection: sqlite3.Connection, part: int) -> None:
+    """Make a part of the index anew from what the database has, inside of a transaction."""
+    connection.execute(_STATEMENTS[part].clear)
+    texts = (
+        "SELECT pk, owner, content FROM messages WHERE owner % ?1 = ?2"
+        " UNION ALL SELECT -pk, owner, title FROM sessions WHERE owner % ?1 = ?2"
+    )
+    for rowid, owner, text in connection.execute(texts, (NUM_PARTS, part)).fetchall():
+        _add(connection, rowid, owner, text)
+
+
+def merge_index(connection: sqlite3.Connection, part: int, *, is_first: bool, num_pages: int = 256) -> bool:
+    """Rewrite a bit of a part without what was taken out; return whether there is more to do."""
     before = connection.total_changes
-    pages = -num_pages if is_first else num_pages
-    connection.execute("INSERT INTO search (search, rank) VALUES ('merge', ?)", (pages,))
+    connection.execute(_STATEMENTS[part].merge, (-num_pages if is_first else num_pages,))
     # SQLite's documentation: fewer than two rows were changed where nothing was left to do.
     return connection.total_changes - before >= 2
 
@@ -59,9 +90,35 @@ def candidates(connection: sqlite3.Connection, owner: int, words: Sequence[str],
     """
     wanted = [_owner_code(owner), *_grams(words)]
     expression = " AND ".join('"' + gram.replace('"', '""') + '"' for gram in wanted)
-    where = "rowid < 0 ORDER BY rowid" if titles else "rowid > 0 ORDER BY rowid DESC"
-    for row in connection.execute(f"SELECT rowid FROM search WHERE search MATCH ? AND {where}", (expression,)):  # noqa: S608
+    statements = _STATEMENTS[part_of(owner)]
+    for row in connection.execute(statements.find_titles if titles else statements.find_messages, (expression,)):
         yield int(row[0])
+
+
+class _Statements(NamedTuple):
+    """What is said to one part of the index."""
+
+    add: str
+    remove: str
+    merge: str
+    clear: str
+    find_titles: str
+    find_messages: str
+
+
+def _statements(part: int) -> _Statements:
+    name = f"search_{part}"
+    return _Statements(
+        add=f"INSERT INTO {name} (rowid, text) VALUES (?, ?)",  # noqa: S608
+        remove=f"INSERT INTO {name} ({name}, rowid, text) VALUES ('delete', ?, ?)",  # noqa: S608
+        clear=f"INSERT INTO {name} ({name}) VALUES ('delete-all')",  # noqa: S608
+        merge=f"INSERT INTO {name} ({name}, rank) VALUES ('merge', ?)",  # noqa: S608
+        find_titles=f"SELECT rowid FROM {name} WHERE {name} MATCH ? AND rowid < 0 ORDER BY rowid",  # noqa: S608
+        find_messages=f"SELECT rowid FROM {name} WHERE {name} MATCH ? AND rowid > 0 ORDER BY rowid DESC",  # noqa: S608
+    )
+
+
+_STATEMENTS = tuple(map(_statements, range(NUM_PARTS)))
 
 
 def _indexed_text(owner: int, text: str) -> str:

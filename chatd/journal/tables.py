@@ -22,7 +22,7 @@ from chatd.journal.records import (
     SessionRecord,
     ShareMessages,
 )
-from chatd.journal.search import add_to_index, remove_from_index
+from chatd.journal.search import change_index, part_of
 
 ANSWER_TTL_S = 86400.0
 MAX_ANSWERS_PER_USER = 1024
@@ -34,8 +34,9 @@ _CHANGE_SESSION = """
     UPDATE sessions SET owner = ?, id = ?, title = ?, updated_at = ?, pinned = ?, head = ?, details = ?, checksum = ?
     WHERE pk = ?"""
 _NEW_MESSAGE = """
-    INSERT INTO messages (id, parent, role, status, created_at, content, is_answer, prompt_ids, ids, details, checksum)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+    INSERT INTO messages (owner, id, parent, role, status, created_at, content, is_answer, prompt_ids, ids, details,
+        checksum)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
 _CHANGE_MESSAGE = """
     UPDATE messages SET id = ?, parent = ?, role = ?, status = ?, created_at = ?, content = ?, is_answer = ?,
         prompt_ids = ?, ids = ?, details = ?, checksum = ?
@@ -147,9 +148,9 @@ class Tables:
         pk, owner, title, tenant, user = row
         members = [m for (m,) in self._db.execute("SELECT message FROM members WHERE session = ?", (pk,))]
         self._db.execute("DELETE FROM members WHERE session = ?", (pk,))
-        removed = self._forget_unused(owner, members)
-        remove_from_index(self._db, -pk, owner, title)
+        removed = self._forget_unused(members)
         self._db.execute("DELETE FROM sessions WHERE pk = ?", (pk,))
+        change_index(self._db, -pk, owner, title, "")
         self._db.execute(
             "DELETE FROM answers WHERE tenant = ? AND user = ? AND instr(event, CAST(? AS BLOB))",
             (tenant, user, f'"{session}"'),
@@ -157,7 +158,7 @@ class Tables:
         self._db.execute(
             "DELETE FROM owners WHERE pk = ? AND NOT EXISTS (SELECT 1 FROM sessions WHERE owner = ?)", (owner, owner)
         )
-        self._db.execute("INSERT OR IGNORE INTO scrubs (pk) VALUES (1)")
+        self._db.execute("INSERT OR IGNORE INTO scrubs (part) VALUES (?)", (part_of(owner),))
         self.has_erased = True
         return Erased(
             messages=removed.messages,
@@ -166,13 +167,9 @@ class Tables:
             num_bytes=removed.num_bytes + len(title.encode()),
         )
 
-    def must_scrub(self) -> bool:
-        """Tell whether something was erased whose remains may still be in the files, before a crash too."""
-        return self._db.execute("SELECT 1 FROM scrubs").fetchone() is not None
-
-    def note_scrubbed(self) -> None:
-        """Note that no remains are left."""
-        self._db.execute("DELETE FROM scrubs")
+    def wait_for_scrub(self) -> None:
+        """Let this work end when nothing is left of what was erased by now."""
+        self.has_erased = self._db.execute("SELECT 1 FROM scrubs").fetchone() is not None
 
     def expired(self, before: Mapping[str, float], default: float | None) -> list[str]:
         """Return sessions that nobody used since, by tenant; those that are pinned or answer are not among them.
@@ -199,8 +196,8 @@ class Tables:
             self._db.execute(_CHANGE_SESSION, (*row, pk))
             if before[1:] == (owner, session.title):
                 return
-            remove_from_index(self._db, -pk, before[1], before[2])
-        add_to_index(self._db, -pk, owner, session.title)
+            change_index(self._db, -pk, before[1], before[2], "")
+        change_index(self._db, -pk, owner, "", session.title)
 
     def _owner(self, tenant: str, user: str) -> int:
         row = self._db.execute("SELECT pk FROM owners WHERE tenant = ? AND user = ?", (tenant, user)).fetchone()
@@ -218,16 +215,15 @@ class Tables:
     def _save_message(self, session: str, message: MessageRecord) -> None:
         session_pk, owner = self._session(session)
         row = message_row(message)
-        before = self._db.execute("SELECT pk, content FROM messages WHERE id = ?", (message.id,)).fetchone()
+        before = self._db.execute("SELECT pk, owner, content FROM messages WHERE id = ?", (message.id,)).fetchone()
         if before is None:
-            pk, old = _number(self._db.execute(_NEW_MESSAGE, row)), ""
+            pk, old = _number(self._db.execute(_NEW_MESSAGE, (owner, *row))), ""
         else:
-            pk, old = before
+            pk, owner, old = before
             self._db.execute(_CHANGE_MESSAGE, (*row, pk))
             self._db.execute("DELETE FROM tokens_in_flight WHERE message = ?", (pk,))
         if old != message.content:
-            remove_from_index(self._db, pk, owner, old)
-            add_to_index(self._db, pk, owner, message.content)
+            change_index(self._db, pk, owner, old, message.content)
         if message.status == "in_progress":
             self._in_flight[message.id] = (pk, len(message.ids))
         else:
@@ -254,30 +250,32 @@ class Tables:
         )
 
     def _remove(self, session: str, messages: Sequence[str]) -> None:
-        session_pk, owner = self._session(session)
+        session_pk, _ = self._session(session)
         removed = []
         for message in messages:
             row = self._db.execute("SELECT pk FROM messages WHERE id = ?", (message,)).fetchone()
             if row is not None:
                 removed.append(row[0])
                 self._db.execute("DELETE FROM members WHERE message = ? AND session = ?", (row[0], session_pk))
-        self._forget_unused(owner, removed)
+        self._forget_unused(removed)
 
-    def _forget_unused(self, owner: int, messages: Iterable[int]) -> _Removed:
-        """Delete those messages of an owner that no session has."""
+    def _forget_unused(self, messages: Iterable[int]) -> _Removed:
+        """Delete those messages that no session has."""
         removed = _Removed()
         for pk in messages:
             if self._db.execute("SELECT 1 FROM members WHERE message = ?", (pk,)).fetchone() is not None:
                 removed.shared_messages += 1
                 continue
-            row = self._db.execute("SELECT id, content, prompt_ids, ids FROM messages WHERE pk = ?", (pk,)).fetchone()
+            row = self._db.execute(
+                "SELECT id, owner, content, prompt_ids, ids FROM messages WHERE pk = ?", (pk,)
+            ).fetchone()
             if row is None:
                 continue
-            message, content, *ids = row
+            message, owner, content, *ids = row
             ids += [data for (data,) in self._db.execute("SELECT ids FROM tokens_in_flight WHERE message = ?", (pk,))]
             self._db.execute("DELETE FROM tokens_in_flight WHERE message = ?", (pk,))
-            remove_from_index(self._db, pk, owner, content)
             self._db.execute("DELETE FROM messages WHERE pk = ?", (pk,))
+            change_index(self._db, pk, owner, content, "")
             self._in_flight.pop(message, None)
             removed.messages += 1
             removed.tokens += sum(map(_num_ids, ids))

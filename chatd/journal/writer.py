@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar
 
 from chatd.errors import ChatdError, DamagedRecord, StorageError
 from chatd.journal.records import ID_TYPE
-from chatd.journal.search import merge_index
+from chatd.journal.scrubber import Scrubber
 from chatd.journal.storage_errors import primary_code, storage_error
 from chatd.journal.tables import Tables
 
@@ -41,7 +41,6 @@ BUSY_S = 10.0
 _RETRY_S = 1.0
 _SCRUB_EVERY_S = 0.05
 _SCRUB_WARNING_S = 10.0
-_VACUUM_PAGES = 2048
 _ID_BYTES = array(ID_TYPE).itemsize
 _PER_TRANSACTION_BYTES = 16 * 4096
 _logger = logging.getLogger("chatd.journal")
@@ -59,6 +58,7 @@ class _Job:
     result: Any = None
     error: BaseException | None = None
     has_erased: bool = False
+    waits_for_scrub: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +112,6 @@ class JournalWriter:
         # What was erased, and who waits until nothing of it is left; the writer's thread alone has them.
         self._to_scrub: list[_Job] = []
         self._tokens_error: StorageError | None = None
-        self._scrub_state: Literal["done", "first", "merging", "log"] = "first" if self._tables.must_scrub() else "done"
         self._scrub_since = self._scrub_at = 0.0
 
         self._condition = threading.Condition()
@@ -127,12 +126,15 @@ class JournalWriter:
         self._thread = threading.Thread(target=self._run, name="journal-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, apply: Callable[[Tables], _T], num_bytes: int) -> asyncio.Future[_T]:
+    def submit(
+        self, apply: Callable[[Tables], _T], num_bytes: int, *, waits_for_scrub: bool = True
+    ) -> asyncio.Future[_T]:
         """Queue work for a transaction and return the future of its result, for when it is durable.
 
         Args:
             apply: Called in the writer's thread, inside of a transaction of its own within the group's.
             num_bytes: What it writes, about.
+            waits_for_scrub: Where it erases, the future also waits until nothing is left of that in the files.
 
         Raises:
             StorageError: The journal is closed, or too much waits.
@@ -145,7 +147,7 @@ class JournalWriter:
                 raise StorageError(
                     f"{self._queued_bytes} bytes wait to be written to the journal already", retry_after_ms=1000
                 )
-            self._queue.append(_Job(apply, num_bytes, future))
+            self._queue.append(_Job(apply, num_bytes, future, waits_for_scrub=waits_for_scrub))
             self._num_jobs += 1
             self._queued_bytes += num_bytes
             self._condition.notify()
@@ -179,6 +181,7 @@ class JournalWriter:
     def _use(self, connection: sqlite3.Connection) -> None:
         self._db = connection
         self._tables = Tables(connection)
+        self._scrubber = Scrubber(connection)
         self._synchronous: Synchronous | None = None
         self._has_failed = False
 
@@ -188,10 +191,8 @@ class JournalWriter:
         while (group := self._next_group()) is not None:
             if group:
                 self._write(group)
-            if self._scrub_state != "done" and time.monotonic() >= self._scrub_at:
+            if not self._scrubber.is_done and time.monotonic() >= self._scrub_at:
                 self._scrub()
-        if self._scrub_state != "done":
-            self._scrub()
         self._finish(self._to_scrub)
         with suppress(sqlite3.Error):
             self._db.close()
@@ -204,7 +205,7 @@ class JournalWriter:
                     return self._take() or None
                 now = time.monotonic()
                 wait = None
-                if self._scrub_state != "done":
+                if not self._scrubber.is_done:
                     wait = self._scrub_at - now
                     if wait <= 0:
                         return []
@@ -245,10 +246,12 @@ class JournalWriter:
         else:
             self._fail(group[0], error)
         self.num_commits += len(jobs)
-        waiting = [job for job in jobs if job.has_erased and job.error is None]
-        if waiting:
-            self._to_scrub += waiting
-            self._scrub_state, self._scrub_since = "first", time.monotonic()
+        erased = [job for job in jobs if job.has_erased and job.error is None]
+        if erased:
+            self._scrubber.begin()
+            self._scrub_since = time.monotonic()
+        waiting = [job for job in erased if job.waits_for_scrub and not self._scrubber.is_done]
+        self._to_scrub += waiting
         self._finish(job for job in jobs if job not in waiting)
 
     def _fail(self, item: _Job | _Tokens, error: StorageError | None) -> None:
@@ -334,43 +337,22 @@ class JournalWriter:
                 self._retry_at = time.monotonic() + _RETRY_S
 
     def _scrub(self) -> None:
-        """Do a part of removing what erased rows left behind: in the index, in free pages, in the log."""
+        """Do a part of removing what erased rows left behind, and tell who waits when all of it is gone."""
+        scrubber = self._scrubber
         late = time.monotonic() - self._scrub_since > _SCRUB_WARNING_S
         try:
-            is_done = self._scrub_a_part()
-            self._scrub_at = 0.0 if self._scrub_state == "merging" else time.monotonic() + _SCRUB_EVERY_S
-            if late and self._to_scrub:
+            self._set_synchronous("NORMAL")
+            scrubber.do_part()
+            self._on_written(_PER_TRANSACTION_BYTES)
+            self._scrub_at = time.monotonic() + _SCRUB_EVERY_S if scrubber.must_wait else 0.0
+            if scrubber.must_wait and late and self._to_scrub:
                 _logger.warning("what was erased stays in the log until nobody reads an older state of the journal")
         except sqlite3.Error as error:
             _logger.error("what was erased is not yet out of the files: %s", error)
-            is_done = False
             self._scrub_at = time.monotonic() + _RETRY_S
-        if is_done:
-            self._scrub_state = "done"
-        if is_done or late:
+        if scrubber.is_done or (late and self._scrub_at):
             self._finish(self._to_scrub)
             self._to_scrub = []
-
-    def _scrub_a_part(self) -> bool:
-        """Do the next part; return whether it was the last one."""
-        self._set_synchronous("NORMAL")
-        if self._scrub_state != "log":
-            more = merge_index(self._db, is_first=self._scrub_state == "first")
-            if not more:
-                # As a script: `execute` would end it after its first page.
-                self._db.executescript(f"PRAGMA incremental_vacuum({_VACUUM_PAGES})")
-            self._scrub_state = "merging" if more else "log"
-            self._on_written(_PER_TRANSACTION_BYTES)
-            return False
-        # Busy where somebody reads what was there before; that takes moments.
-        self._db.execute("PRAGMA busy_timeout = 0")
-        try:
-            (is_busy, _, _) = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        finally:
-            self._db.execute(f"PRAGMA busy_timeout = {int(1000 * BUSY_S)}")
-        if not is_busy:
-            self._tables.note_scrubbed()
-        return not is_busy
 
     def _finish(self, jobs: Any) -> None:
         """Tell who waits, with one call for all of them."""

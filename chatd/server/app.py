@@ -24,6 +24,7 @@ from chatd.server.metrics import CONTENT_TYPE
 from chatd.server.openai import ABORT_EXTENSION, chat_completions, get_model, list_models
 from chatd.server.openai_frames import encode_body
 from chatd.server.policy import Access, GuardedEndpoint, RoutePolicy, build_routes, check_routes
+from chatd.server.usage import USAGE_PATH, get_usage
 from chatd.server.websocket import chat_websocket
 
 TICKET_PATH = "/v1/ws/tickets"
@@ -84,6 +85,7 @@ ROUTES = (
     RoutePolicy("GET", "/v1/models", Access.KEY, list_models),
     RoutePolicy("GET", "/v1/models/{model:path}", Access.KEY, get_model),
     RoutePolicy("POST", "/v1/chat/completions", Access.KEY, chat_completions),
+    RoutePolicy("GET", USAGE_PATH, Access.KEY, get_usage),
     RoutePolicy("POST", TICKET_PATH, Access.KEY, _tickets),
     RoutePolicy("WEBSOCKET", WEBSOCKET_PATH, Access.KEY, chat_websocket),
 )

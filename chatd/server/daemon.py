@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from chatd import __version__
@@ -25,12 +26,16 @@ from chatd.tenants.quotas import KeyQuota, QuotaLimits, Quotas
 if TYPE_CHECKING:
     from chatd.engine.client import EngineClient
     from chatd.engine.messages import FrontMessage, PoolFrame
+    from chatd.journal.records import UsageRow
     from chatd.server.websocket import Connection
     from chatd.sessions.manager import Restored, SessionManager
     from chatd.sessions.turn import Turn
 
 KEYS_POLL_S = 2.0
 LOADING_RETRY_MS = 1000
+ReadUsage = Callable[["str | None", "date | None", "date | None"], Awaitable["list[UsageRow]"]]
+"""Of a tenant or all, from a day, to a day; as `journal.journal.Journal.usage`."""
+
 logger = get_logger("chatd.server")
 
 
@@ -69,6 +74,9 @@ class Daemon:
         settings: All of them.
         keys: The keys that are good now.
         clock: Seconds, monotonic.
+
+    Attributes:
+        usage: Reads the tokens that were counted; None where nothing is kept.
     """
 
     def __init__(self, settings: Settings, keys: KeyStore, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -106,6 +114,7 @@ class Daemon:
         self.connections: set[Connection] = set()
         self.streams: set[Stream] = set()
         self.draining = False
+        self.usage: ReadUsage | None = None
         self.on_frame_limit: Callable[[int], None] | None = None
         self._loading = ("starting", 0.0)
         self._failed: str | None = None
@@ -171,6 +180,14 @@ class Daemon:
                 retry_after_ms=LOADING_RETRY_MS,
             )
         return self._manager
+
+    def check_loaded(self) -> None:
+        """Refuse what cannot be known yet.
+
+        Raises:
+            Unavailable: As `manager`.
+        """
+        assert self.manager is not None, "a manager that is none"
 
     @property
     def pool(self) -> PoolHub:

@@ -11,7 +11,8 @@ from chatd.journal.directory import DATABASE
 from chatd.journal.journal import Journal
 from chatd.journal.reader import JournalReader, connect_to_read
 from chatd.journal.records import RemoveMessages, SaveMessage, SaveSession
-from chatd.journal.search import has_words, words_of
+from chatd.journal.search import NUM_PARTS, has_words, words_of
+from chatd.journal.tables import Tables
 from chatd.testing.journal_records import make_answer, make_session, make_user_message
 
 TEXTS = {
@@ -123,3 +124,19 @@ def test_no_query_is_an_error_and_what_is_found_has_its_words(journal: Journal, 
     reader.close()
     words = words_of(query)
     assert set(found) == {session for session, text in TEXTS.items() if words and has_words(text, words)}
+
+
+async def test_a_damaged_index_is_made_anew_by_the_next_change(journal: Journal) -> None:
+    def damage(tables: Tables) -> None:
+        for part in range(NUM_PARTS):
+            tables._db.execute(f"UPDATE search_{part}_data SET block = zeroblob(length(block)) WHERE id = 10")
+
+    await journal._writer.submit(damage, 0)
+    await journal.commit([SaveMessage("de", make_user_message("m-de", "Eisenbahnknotenpunkt"))])
+    assert await journal.search("acme", "ann", "knoten", 100) == ["de"]
+    assert await journal.search("acme", "ann", "schiff", 100) == []
+    assert await journal.search("acme", "ann", "とうござ", 100) == ["ja"]
+    await journal._writer.submit(damage, 0)
+    await journal.erase("de")
+    assert await journal.search("acme", "ann", "knoten", 100) == []
+    assert await journal.search("acme", "ann", "とうござ", 100) == ["ja"]
