@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
-from chatd.journal.search import merge_index, rebuild_index
+from chatd.journal.search import is_index_damaged, merge_index, rebuild_index
 
 _VACUUM_PAGES = 2048
 
@@ -62,7 +62,7 @@ class Scrubber:
         try:
             return merge_index(self._db, part, is_first=self._is_first)
         except sqlite3.DatabaseError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_CORRUPT_VTAB:
+            if not is_index_damaged(error):
                 raise
         self._db.execute("BEGIN IMMEDIATE")
         try:

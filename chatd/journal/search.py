@@ -50,17 +50,16 @@ def _remove(connection: sqlite3.Connection, rowid: int, owner: int, text: str) -
 
 
 def change_index(connection: sqlite3.Connection, rowid: int, owner: int, old: str, new: str) -> None:
-    """Put a text in the place of another that was added; an index that is damaged is made anew.
+    """Put a text in the place of another that was added."""
+    _remove(connection, rowid, owner, old)
+    _add(connection, rowid, owner, new)
 
-    The tables have the new one already.
-    """
-    try:
-        _remove(connection, rowid, owner, old)
-        _add(connection, rowid, owner, new)
-    except sqlite3.DatabaseError as error:
-        if error.sqlite_errorcode != sqlite3.SQLITE_CORRUPT_VTAB:
-            raise
-        rebuild_index(connection, part_of(owner))
+
+def is_index_damaged(error: BaseException | None) -> bool:
+    """Tell whether an error says that a part of the index is to be made anew."""
+    # The second, without saying which constraint, comes of a table of the index's own: ours say which.
+    damage = (sqlite3.SQLITE_CORRUPT_VTAB, sqlite3.SQLITE_CONSTRAINT)
+    return getattr(error, "sqlite_errorcode", None) in damage
 
 
 def rebuild_index(connection: sqlite3.Connection, part: int) -> None:

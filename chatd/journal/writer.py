@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeVar
 from chatd.errors import ChatdError, DamagedRecord, StorageError
 from chatd.journal.records import ID_TYPE
 from chatd.journal.scrubber import Scrubber
+from chatd.journal.search import NUM_PARTS, is_index_damaged, rebuild_index
 from chatd.journal.storage_errors import primary_code, storage_error
 from chatd.journal.tables import Tables
 
@@ -240,16 +241,18 @@ class JournalWriter:
         if error is not None and len(group) > 1:
             # Perhaps one of them is too large for what room there is, and the others are not.
             for item in group:
-                if isinstance(item, _Job):
-                    item.error = None
                 self._fail(item, self._transaction([item]))
         else:
             self._fail(group[0], error)
         self.num_commits += len(jobs)
         erased = [job for job in jobs if job.has_erased and job.error is None]
         if erased:
-            self._scrubber.begin()
             self._scrub_since = time.monotonic()
+            try:
+                self._scrubber.begin()
+            except sqlite3.Error as failure:
+                _logger.error("what was erased is not yet out of the files: %s", failure)
+                self._has_failed = True
         waiting = [job for job in erased if job.waits_for_scrub and not self._scrubber.is_done]
         self._to_scrub += waiting
         self._finish(job for job in jobs if job not in waiting)
@@ -267,32 +270,53 @@ class JournalWriter:
 
     def _transaction(self, items: Sequence[_Job | _Tokens]) -> StorageError | None:
         """Do all in one transaction, or nothing; a job that is wrong fails alone."""
-        num_bytes = _PER_TRANSACTION_BYTES
+        error = self._attempt(items)
+        if is_index_damaged(error):
+            _logger.error("the full-text index is damaged, and is made anew from the messages: %s", error)
+            error = self._attempt_to(self._rebuild_index) or self._attempt(items)
+        return None if error is None else storage_error(error, self._directory)
+
+    def _attempt(self, items: Sequence[_Job | _Tokens]) -> Exception | None:
+        """Do all in one transaction, and return what made it fail."""
+        is_durable = any(isinstance(item, _Job) for item in items)
+        error = self._attempt_to(lambda: self._do_all(items), "FULL" if is_durable else "NORMAL")
+        if error is None:
+            self.num_transactions += 1
+            written = sum(item.num_bytes for item in items)
+            self._on_written(_PER_TRANSACTION_BYTES + written)
+        return error
+
+    def _attempt_to(self, act: Callable[[], None], synchronous: Synchronous = "FULL") -> Exception | None:
         try:
             if self._has_failed:
                 with suppress(sqlite3.Error):
                     self._db.close()
                 self._use(self._connect())
-            self._set_synchronous("FULL" if any(isinstance(item, _Job) for item in items) else "NORMAL")
+            self._set_synchronous(synchronous)
             self._db.execute("BEGIN IMMEDIATE")
-            for item in items:
-                if isinstance(item, _Job):
-                    num_bytes += item.num_bytes
-                    self._do(item)
-                else:
-                    self._tokens_error = None
-                    for message, start, ids in item.runs:
-                        with suppress(DamagedRecord):  # Who reads the session is told.
-                            self._tables.append_tokens(message, start, ids)
+            act()
             self._db.execute("COMMIT")
         except Exception as error:
             # Whatever it is: this thread goes on, since everybody waits for it.
             self._roll_back()
             self._has_failed = primary_code(error) != sqlite3.SQLITE_FULL
-            return storage_error(error, self._directory)
-        self.num_transactions += 1
-        self._on_written(num_bytes)
+            return error
         return None
+
+    def _do_all(self, items: Sequence[_Job | _Tokens]) -> None:
+        for item in items:
+            if isinstance(item, _Job):
+                item.error = None
+                self._do(item)
+            else:
+                self._tokens_error = None
+                for message, start, ids in item.runs:
+                    with suppress(DamagedRecord):  # Who reads the session is told.
+                        self._tables.append_tokens(message, start, ids)
+
+    def _rebuild_index(self) -> None:
+        for part in range(NUM_PARTS):
+            rebuild_index(self._db, part)
 
     def _do(self, job: _Job) -> None:
         self._db.execute("SAVEPOINT job")
@@ -301,8 +325,8 @@ class JournalWriter:
             job.result = job.apply(self._tables)
             job.has_erased = self._tables.has_erased
         except Exception as error:
-            if isinstance(error, sqlite3.Error) and not self._db.in_transaction:
-                raise  # SQLite gave up the whole transaction.
+            if is_index_damaged(error) or (isinstance(error, sqlite3.Error) and not self._db.in_transaction):
+                raise  # In the second case SQLite gave up the whole transaction.
             self._db.execute("ROLLBACK TO job")
             self._tables.forget()
             job.error = (

@@ -129,7 +129,7 @@ def test_no_query_is_an_error_and_what_is_found_has_its_words(journal: Journal, 
 async def test_a_damaged_index_is_made_anew_by_the_next_change(journal: Journal) -> None:
     def damage(tables: Tables) -> None:
         for part in range(NUM_PARTS):
-            tables._db.execute(f"UPDATE search_{part}_data SET block = zeroblob(length(block)) WHERE id = 10")
+            tables._db.execute(f"UPDATE search_{part}_data SET block = x'00ff00ff' WHERE id = 10")
 
     await journal._writer.submit(damage, 0)
     await journal.commit([SaveMessage("de", make_user_message("m-de", "Eisenbahnknotenpunkt"))])
