@@ -7,6 +7,8 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
+
 from chatd.client.errors import error_from
 from chatd.client.queue import EventQueue
 from chatd.errors import ChatdError, EngineError, Unavailable
@@ -110,7 +112,8 @@ class Session:
         """Say something and yield the answer's text as it comes.
 
         Raises:
-            ChatdError: The turn was refused or failed, or a restarted daemon has another answer than was yielded.
+            ChatdError: The turn was refused or failed, or a restarted daemon has another answer than was yielded; one
+                that goes on where it was is one text.
         """
         turn = self.say(content, params=params)
         async for event in turn:
@@ -230,6 +233,9 @@ class Turn:
         self._parts: list[str] = []
         self._answer_id: str | None = None
         self._begun: Item | None = None
+        self._attached: SessionAttached | None = None
+        self._again = ""
+        """What was shown of the answer and is still to come again."""
         self.message: Item | None = None
         self.item: Item | None = None
         self.usage: Usage | None = None
@@ -267,7 +273,8 @@ class Turn:
                     for repaired in self._after_snapshot(event):
                         yield repaired
                 elif self._concerns(event, first_seq):
-                    yield event
+                    for new in self._once(event):
+                        yield new
 
     async def _begin(self) -> int:
         """Send the command; return the `seq` from which on events may be about this turn."""
@@ -300,8 +307,8 @@ class Turn:
                 self._answer_id = self._answer_id or item.id
             case ResponseCreated(item=item) if item.id == self._answer_id:
                 pass
-            case OutputTextDelta(item_id=item_id, delta=delta) if item_id == self._answer_id:
-                self._parts.append(delta)
+            case OutputTextDelta(item_id=item_id) if item_id == self._answer_id:
+                pass
             case ResponseCompleted(item=item) | ResponseIncomplete(item=item) if item.id == self._answer_id:
                 self._finish(item, event.reason, event.usage, event.timings)
             case ResponseFailed(item_id=item_id, error=error) if self._answer_id in (item_id, None):
@@ -311,6 +318,40 @@ class Turn:
             case _:
                 return False
         return True
+
+    def _once(self, event: Event) -> Iterator[Event]:
+        """Pass on an event of this turn without the text that was shown before the daemon started anew.
+
+        Where the answer becomes another one than was shown, the snapshot comes again with what it is now.
+        """
+        if isinstance(event, OutputTextDelta):
+            again, delta = self._again, event.delta
+            if again.startswith(delta):
+                self._again = again[len(delta) :]
+                if again:
+                    return
+            elif delta.startswith(again):
+                self._again, delta = "", delta[len(again) :]
+            else:
+                yield self._replaced(self.text[: -len(again)] + delta)
+                return
+            self._parts.append(delta)
+            yield event if delta is event.delta else msgspec.structs.replace(event, delta=delta)
+            return
+        if isinstance(event, ResponseCompleted | ResponseIncomplete) and self._again and event.item is self.item:
+            yield self._replaced(event.item.content)
+        yield event
+
+    def _replaced(self, text: str) -> Event:
+        """Note that the answer so far is another one than was shown, and return what shows it."""
+        attached = self._attached
+        assert attached is not None and attached.snapshot is not None, "an answer is replaced without a snapshot"  # noqa: PT018
+        self._again, self._parts = "", [text]
+        items = [
+            msgspec.structs.replace(item, content=text) if item.id == self._answer_id else item
+            for item in attached.snapshot.items
+        ]
+        return msgspec.structs.replace(attached, snapshot=msgspec.structs.replace(attached.snapshot, items=items))
 
     def _finish(self, item: Item, reason: str, usage: Usage | None, timings: Timings | None) -> None:
         self.item, self.reason, self.usage, self.timings = item, reason, usage, timings
@@ -332,9 +373,12 @@ class Turn:
             raise EngineError("the daemon restarted and lost this turn", code="turn_lost", hint="say it again")
         self._answer_id = answer.id
         text = self.text
-        if not answer.content.startswith(text):
-            yield event
-            self._parts = [answer.content]
+        self._attached, self._again = event, ""
+        if text.startswith(answer.content) and answer.status == "in_progress":
+            # The daemon lost the last moment of what it had sent; it comes again.
+            self._again = text[len(answer.content) :]
+        elif not answer.content.startswith(text):
+            yield self._replaced(answer.content)
         elif len(answer.content) > len(text):
             rest = answer.content[len(text) :]
             self._parts.append(rest)

@@ -25,7 +25,8 @@ from typing import Any, Self, cast
 
 from chatd.config import Settings
 from chatd.engine.client import EngineClient
-from chatd.server.backend import Backend, session_limits
+from chatd.journal.journal import Journal
+from chatd.server.backend import Backend, journal_dir, session_limits
 from chatd.server.daemon import Daemon
 from chatd.server.logging import configure_logging
 from chatd.server.serve import serve_async
@@ -52,9 +53,13 @@ class ToyBackend:
         self._settings = settings
         self._pace_s = pace_s
         self._ticking: asyncio.Task[None] | None = None
+        self._journal: Journal | None = None
+        self._manager: SessionManager | None = None
 
     async def load(self) -> None:
         """Open the daemon."""
+        if self._settings.journal.enabled:
+            self._journal = await asyncio.to_thread(Journal.open, journal_dir(self._settings))
         engine = TickingCore(pace_s=self._pace_s, num_blocks=1024, answer_ids=encode_text(LETTERS))
         profile = ModelProfile(
             id="toy", context=CONTEXT, vocab_size=VOCAB_SIZE, stop_token_ids=STOP_IDS, max_tokens=None
@@ -66,18 +71,26 @@ class ToyBackend:
             session_limits(self._settings),
             vocabulary=ByteVocabulary(),
             boot=self._daemon.boot,
+            journal=self._journal,
         )
         engine.on_messages = manager.on_engine_messages
         engine.log_of = manager.log_of_request
         manager.on_engine_messages([cast(Any, engine.ready)])
+        self._manager = manager
+        if self._journal is not None:
+            self._daemon.take_up(await manager.restore())
         self._ticking = asyncio.create_task(engine.tick(), name="engine")
         self._daemon.open(manager, cast(EngineClient, engine))
 
     async def close(self) -> None:
-        """End the engine."""
+        """End the engine, and close the journal."""
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
+        if self._manager is not None:
+            await self._manager.settle()
+        if self._journal is not None:
+            await self._journal.close()
 
 
 class ToyFarm:

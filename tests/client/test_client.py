@@ -185,6 +185,35 @@ async def test_a_restart_that_lost_a_part_of_the_answer_is_said_to_a_text_stream
         assert caught.value.error_code == "answer_replaced"
 
 
+@pytest.mark.parametrize("pieces", [("rd1 wo", "rd2 word3"), ("r", "d1 ", "word", "2 word", "3"), ("rd1 word2 word3",)])
+async def test_text_that_comes_again_after_a_restart_is_shown_once(
+    manual: ScriptedDaemon, pieces: tuple[str, ...]
+) -> None:
+    async with connect(manual) as client:
+        session = await client.create_session()
+        stream = session.stream("hi")
+        manual.release(3)
+        assert [await anext(stream) for _ in range(3)] == WORDS[:3]
+        turn = session.say("never sent")
+        turn._answer_id, turn._parts = "a1", ["word0 word1 word2 "]
+        assert session.info is not None
+        item = p.Item(id="a1", role="assistant", content="word0 wo", status="in_progress")
+        shot = p.Snapshot(session=session.info, items=[item], response="resp_1", state=p.LatestState())
+        snapshot = p.SessionAttached(session=session.id, head_seq=4, replay="snapshot", snapshot=shot)
+        assert list(turn._after_snapshot(snapshot)) == []
+        shown = []
+        for piece in pieces:
+            delta = p.OutputTextDelta(session=session.id, seq=5, ts=0.0, item_id="a1", delta=piece, n_tokens=1)
+            shown += [event.delta for event in turn._once(delta)]
+        assert ("".join(shown), turn.text) == ("word3", "word0 word1 word2 word3")
+        turn._parts = ["word0 word1 word2 "]
+        list(turn._after_snapshot(snapshot))
+        delta = p.OutputTextDelta(session=session.id, seq=5, ts=0.0, item_id="a1", delta="rd1 other", n_tokens=1)
+        (replaced,) = turn._once(delta)
+        assert replaced.snapshot.items[0].content == turn.text == "word0 word1 other"
+        await stream.aclose()
+
+
 async def test_a_restart_that_lost_the_turn_ends_it_with_a_typed_error(manual: ScriptedDaemon) -> None:
     async with connect(manual) as client:
         session = await client.create_session()
