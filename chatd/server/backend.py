@@ -108,6 +108,7 @@ class Backend:
             # Before anything large: another daemon may have it.
             daemon.report("opening the journal", 0.0)
             self._journal = await asyncio.to_thread(Journal.open, journal_dir(settings))
+            daemon.usage = self._journal.usage
         files = await _in_daemon_thread(lambda: self._resolve(settings.model.name, daemon.report))
         engine = self._engine = self._make_engine(options_of(files))
         daemon.report("starting the engine", 0.0)

@@ -60,6 +60,7 @@ class ToyBackend:
         """Open the daemon."""
         if self._settings.journal.enabled:
             self._journal = await asyncio.to_thread(Journal.open, journal_dir(self._settings))
+            self._daemon.usage = self._journal.usage
         engine = TickingCore(pace_s=self._pace_s, num_blocks=1024, answer_ids=encode_text(LETTERS))
         profile = ModelProfile(
             id="toy", context=CONTEXT, vocab_size=VOCAB_SIZE, stop_token_ids=STOP_IDS, max_tokens=None
