@@ -36,6 +36,7 @@ from chatd_kernels.sampling.gpu_rows import (
     row_key,
     scores_of,
     share_of,
+    weight_of,
     wide_field,
 )
 
@@ -85,7 +86,7 @@ def _sum_units(row, candidates, scores, num_listed, num_chunks, limit, edge, VOC
     total = tl.full((), 0, tl.int64)
     for i_chunk in range(num_chunks):
         _ids, b_s = _load_chunk(row, candidates, scores, num_listed, i_chunk, VOCAB, CHUNK)
-        b_w = tl.exp(b_s)
+        b_w = weight_of(b_s)
         m_in = (distance_of(b_s) <= limit) & (b_w.to(tl.int32, bitcast=True) >= edge)
         total += tl.sum(tl.where(m_in, mass_of(b_w), 0), axis=0)
     return total
@@ -102,7 +103,7 @@ def _edge_of_top_p(
         total, nearest, farthest = needed * 0, below, above
         for i_chunk in range(num_chunks):
             _ids, b_s = _load_chunk(row, candidates, scores, num_listed, i_chunk, VOCAB, CHUNK)
-            b_w = tl.exp(b_s)
+            b_w = weight_of(b_s)
             b_bits = b_w.to(tl.int32, bitcast=True)
             m_in = distance_of(b_s) <= limit
             m_heavy = m_in & (b_bits >= middle)
@@ -117,7 +118,7 @@ def _edge_of_top_p(
 @triton.jit
 def _kept_units(b_s, limit, edge, num_tied, num_seen, min_p):
     """Weights of the tokens of a chunk that are kept, and how many at the edge of top-p were seen with this chunk."""
-    b_w = tl.exp(b_s)
+    b_w = weight_of(b_s)
     b_bits = b_w.to(tl.int32, bitcast=True)
     m_in = distance_of(b_s) <= limit
     b_tied = (m_in & (b_bits == edge)).to(tl.int32)

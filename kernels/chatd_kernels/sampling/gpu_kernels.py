@@ -24,6 +24,7 @@ from chatd_kernels.sampling.gpu_rows import (
     row_key,
     scores_of,
     share_of,
+    weight_of,
     wide_field,
 )
 
@@ -128,7 +129,7 @@ def weigh_parts(
         o_v = i_part * PART + i_block * BLOCK + tl.arange(0, BLOCK)
         # [BLOCK]
         b_s = scores_of(row, o_v, VOCAB)
-        b_w = tl.exp(b_s)
+        b_w = weight_of(b_s)
         b_units = mass_of(tl.where(b_w >= min_p, b_w, 0.0))
         # [NUM_MARGINS, BLOCK]
         b_within = b_s[None, :] >= -margin_of(o_m)[:, None]

