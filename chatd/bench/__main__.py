@@ -11,6 +11,7 @@ BENCHMARKS = {
     "step": "where the time of one decode step goes",
     "kernels": "kernels and linear layers, alone",
     "resources": "registers and shared memory of the kernels for GPUs, compiled without one",
+    "gpu": "what a GPU does: kernels checked and measured, in minutes",
     "front": "deltas that the front carries on one core",
     "pool": "operations of the block pool and the prefix index",
     "ahead": "how long a device stands still between two steps, with and without one step ahead",
