@@ -151,22 +151,38 @@ class MemoryJournal:
                 self._messages.pop(message_id, None)
 
 
+class Killed(BaseException):
+    """Ends whatever a daemon was doing when it was killed."""
+
+
 class JournalHandle:
     """One daemon's hold on a journal: once it is cut, as by `kill -9`, nothing of that daemon gets there any more.
 
     Args:
         journal: Outlives the daemon.
+        cut_at: The commit at which the daemon is killed, from 1; 0 for none.
+        takes_effect: That commit is durable, though nobody was told.
     """
 
-    def __init__(self, journal: MemoryJournal) -> None:
+    def __init__(self, journal: MemoryJournal, *, cut_at: int = 0, takes_effect: bool = False) -> None:
         self.is_cut = False
+        self.num_commits = 0
         self._journal = journal
+        self._cut_at = cut_at
+        self._takes_effect = takes_effect
 
     async def commit(self, changes: Sequence[Change]) -> None:
-        """Commit; what comes after the cut never returns."""
+        """Commit, unless the daemon is killed; as if it took a while."""
+        await asyncio.sleep(0)
         if self.is_cut:
-            await asyncio.Event().wait()
-        await self._journal.commit(changes)
+            raise Killed
+        self.num_commits += 1
+        is_last = self.num_commits == self._cut_at
+        if not is_last or self._takes_effect:
+            await self._journal.commit(changes)
+        if is_last:
+            self.is_cut = True
+            raise Killed
 
     def append_tokens(self, message: str, start: int, ids: Sequence[int]) -> None:
         """Note tokens of an answer in flight."""

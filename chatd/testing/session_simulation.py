@@ -75,6 +75,11 @@ class _OnTheSpot(ThreadPoolExecutor):
         return future
 
 
+def on_the_spot() -> ThreadPoolExecutor:
+    """Return an executor that runs what it is given before it answers."""
+    return _OnTheSpot()
+
+
 class Watched:
     """A session and those who look at it; `always` is never away.
 
@@ -104,7 +109,7 @@ class SessionSimulation:
     """
 
     def __init__(self, seed: int, *, num_blocks: int = 60, replay_events: int = 40) -> None:
-        asyncio.get_running_loop().set_default_executor(_OnTheSpot())
+        asyncio.get_running_loop().set_default_executor(on_the_spot())
         self.rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.engine = CoreEngine(

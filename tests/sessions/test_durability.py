@@ -18,73 +18,14 @@ from chatd.protocol import (
     ResponseFailed,
     ResponseIncomplete,
     ResponseRegenerate,
-    SessionAttach,
     SessionCreate,
     SessionFork,
     SessionList,
     SessionUpdate,
-    UserMessage,
 )
 from chatd.sessions.manager import CompletionRequest, Owner, Receipt, Session, SessionLimits, SessionManager
-from chatd.testing.journal import JournalHandle, MemoryJournal
-from chatd.testing.sessions import TURN_END, USER, RecordingSubscriber, ScriptedEngine, encode_text, make_manager
-
-ANN = Owner("acme", "ann")
-
-
-def replying(text: str):
-    return lambda _log: [*encode_text(text), TURN_END]
-
-
-class Daemon:
-    """A manager over a journal, that can be killed: another one then starts from what is durable."""
-
-    def __init__(self, reply: str = "hello", journal: MemoryJournal | None = None, **options) -> None:
-        self.journal = journal or MemoryJournal()
-        self.reply = reply
-        self.num_starts = 0
-        self.handle: JournalHandle | None = None
-        self.options = options
-        self.engine: ScriptedEngine
-        self.manager: SessionManager
-
-    async def start(self, **options) -> "Daemon":
-        self.num_starts += 1
-        if self.handle is not None:
-            self.handle.is_cut = True
-        self.handle = JournalHandle(self.journal)
-        self.engine = ScriptedEngine(replying(self.reply))
-        self.manager = make_manager(
-            self.engine, journal=self.handle, boot=f"boot_{self.num_starts}", **{**self.options, **options}
-        )
-        self.restored = await self.manager.restore()
-        return self
-
-    async def settle(self) -> None:
-        for _ in range(20):
-            await asyncio.sleep(0)
-        self.engine.flush()
-
-    async def run(self) -> None:
-        self.engine.run()
-        await self.settle()
-
-    async def open(self, **fields) -> tuple[Session, RecordingSubscriber]:
-        session = await self.manager.create(ANN, SessionCreate(**fields))
-        return session, self.listen(session)
-
-    def listen(self, session: Session) -> RecordingSubscriber:
-        subscriber = RecordingSubscriber(f"con_{session.id}")
-        self.manager.attach(session, subscriber, SessionAttach(session=session.id))
-        self.manager.start(session, subscriber)
-        return subscriber
-
-    async def say(self, session: Session, text: str, **fields) -> None:
-        asked = {name: fields.pop(name) for name in ("receipt", "key_id") if name in fields}
-        await self.manager.user_message(session, UserMessage(session=session.id, content=text, **fields), **asked)
-
-    async def get(self, session: Session) -> Session:
-        return await self.manager.resolve(ANN, session.id)
+from chatd.testing.restarts import ANN, RestartingDaemon
+from chatd.testing.sessions import TURN_END, USER, encode_text
 
 
 def shown(manager: SessionManager, session: Session) -> list:
@@ -96,7 +37,7 @@ def kinds(events) -> list[str]:
 
 
 async def test_a_conversation_is_there_after_a_restart_and_goes_on_with_the_same_ids() -> None:
-    daemon = await Daemon().start()
+    daemon = await RestartingDaemon().start()
     session, _ = await daemon.open(system="be brief", title="t", metadata={"a": "b"}, params=Params(top_k=3))
     await daemon.say(session, "one")
     await daemon.run()
@@ -116,7 +57,7 @@ async def test_a_conversation_is_there_after_a_restart_and_goes_on_with_the_same
 
 
 async def test_lists_and_searches_have_sessions_whose_messages_are_not_in_memory() -> None:
-    daemon = await Daemon().start()
+    daemon = await RestartingDaemon().start()
     session, _ = await daemon.open()
     await daemon.say(session, "about the pool")
     await daemon.run()
@@ -138,7 +79,7 @@ async def test_lists_and_searches_have_sessions_whose_messages_are_not_in_memory
 
 
 async def test_branches_forks_and_states_are_there_after_a_restart() -> None:
-    daemon = await Daemon().start()
+    daemon = await RestartingDaemon().start()
     session, _ = await daemon.open()
     await daemon.say(session, "one")
     await daemon.run()
@@ -171,7 +112,7 @@ async def test_branches_forks_and_states_are_there_after_a_restart() -> None:
 
 
 async def test_nothing_is_told_before_it_is_durable() -> None:
-    daemon = await Daemon().start()
+    daemon = await RestartingDaemon().start()
     session, connection = await daemon.open()
     connection.take()
     gate = asyncio.Event()
@@ -203,7 +144,7 @@ async def test_nothing_is_told_before_it_is_durable() -> None:
 @pytest.mark.parametrize("num_tokens", range(7))
 @pytest.mark.parametrize("stop", [(), ("ll",)])
 async def test_an_answer_goes_on_after_the_daemon_was_killed(num_tokens: int, stop: tuple[str, ...]) -> None:
-    daemon = await Daemon("hé llo").start()
+    daemon = await RestartingDaemon("hé llo").start()
     session, _ = await daemon.open(params=Params(stop=stop))
     await daemon.say(session, "one", key_id="key_1")
     await daemon.run()
@@ -230,7 +171,7 @@ async def test_an_answer_goes_on_after_the_daemon_was_killed(num_tokens: int, st
 
 
 async def test_a_cancelled_answer_does_not_go_on() -> None:
-    daemon = await Daemon().start()
+    daemon = await RestartingDaemon().start()
     session, connection = await daemon.open()
     await daemon.say(session, "one")
     daemon.engine.step(num_tokens=2)
@@ -243,7 +184,7 @@ async def test_a_cancelled_answer_does_not_go_on() -> None:
 
 
 async def test_a_turn_that_failed_is_not_in_the_journal() -> None:
-    daemon = await Daemon().start()
+    daemon = await RestartingDaemon().start()
     session, connection = await daemon.open()
     await daemon.say(session, "one")
     daemon.engine.step()
@@ -256,7 +197,7 @@ async def test_a_turn_that_failed_is_not_in_the_journal() -> None:
 
 
 async def test_what_cannot_be_kept_is_refused_and_changes_nothing() -> None:
-    daemon = await Daemon().start()
+    daemon = await RestartingDaemon().start()
     session, connection = await daemon.open(title="t")
     await daemon.say(session, "one")
     await daemon.run()
@@ -294,7 +235,7 @@ async def test_what_cannot_be_kept_is_refused_and_changes_nothing() -> None:
 
 
 async def test_an_end_that_cannot_be_kept_fails_the_turn_alone_and_the_journal_agrees_later() -> None:
-    daemon = await Daemon().start()
+    daemon = await RestartingDaemon().start()
     session, connection = await daemon.open()
     other, _ = await daemon.open()
     await daemon.say(session, "one")
@@ -314,7 +255,7 @@ async def test_an_end_that_cannot_be_kept_fails_the_turn_alone_and_the_journal_a
 
 
 async def test_an_answer_to_a_command_is_kept_with_its_effect() -> None:
-    daemon = await Daemon().start()
+    daemon = await RestartingDaemon().start()
     session, _ = await daemon.open()
     await daemon.say(session, "one", id="c1", receipt=Receipt("c1", b"digest"))
     (commit,) = [commit for commit in daemon.journal.commits if any(isinstance(c, SaveAnswer) for c in commit)]
@@ -328,7 +269,7 @@ async def test_an_answer_to_a_command_is_kept_with_its_effect() -> None:
 
 
 async def test_usage_is_counted_once_for_each_turn_of_either_door() -> None:
-    daemon = await Daemon("ok").start()
+    daemon = await RestartingDaemon("ok").start()
     session, _ = await daemon.open()
     await daemon.say(session, "one", key_id="key_1")
     await daemon.run()
@@ -350,7 +291,7 @@ async def test_usage_is_counted_once_for_each_turn_of_either_door() -> None:
 
 async def test_messages_leave_memory_when_nobody_uses_them_and_come_back() -> None:
     now = [1000.0]
-    daemon = await Daemon(clock=lambda: now[0], limits=SessionLimits(max_text_bytes_per_user=40_000)).start()
+    daemon = await RestartingDaemon(clock=lambda: now[0], limits=SessionLimits(max_text_bytes_per_user=40_000)).start()
     sessions = []
     for number in range(4):
         session = await daemon.manager.create(ANN, SessionCreate())
@@ -373,7 +314,7 @@ async def test_messages_leave_memory_when_nobody_uses_them_and_come_back() -> No
 
 
 async def test_ids_of_another_vocabulary_are_dropped_and_the_text_is_encoded_again() -> None:
-    daemon = await Daemon().start()
+    daemon = await RestartingDaemon().start()
     session, _ = await daemon.open(system="be brief")
     await daemon.say(session, "one")
     await daemon.run()
@@ -399,7 +340,7 @@ async def test_ids_of_another_vocabulary_are_dropped_and_the_text_is_encoded_aga
 
 
 async def test_a_caller_that_is_cancelled_while_it_waits_leaves_nothing_in_between() -> None:
-    daemon = await Daemon().start()
+    daemon = await RestartingDaemon().start()
     session, _ = await daemon.open()
     gate = asyncio.Event()
     commit = daemon.journal.commit
