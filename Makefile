@@ -20,7 +20,8 @@ test: $(VENV)/dev.stamp model ## Install what the tests need and run all of them
 	$(BIN)/python -m pytest -m "not night"
 	@echo "once more with a constant as the block hash: it finds candidates, and is no proof"
 	$(BIN)/python -m pytest -m "not night and not default_hash" -p chatd.testing.constant_hash \
-		tests/kvcache tests/sessions tests/engine --ignore tests/engine/test_simulation.py
+		tests/kvcache tests/sessions tests/engine \
+		--ignore tests/engine/test_simulation.py --ignore tests/engine/interpreted
 
 faults: $(VENV)/dev.stamp ## Break the source in many ways, and see each caught by a test
 	$(BIN)/python tests/faults/fault_runner.py

@@ -25,7 +25,7 @@ from chatd.engine.number_formats import NumberFormats, formats_for_gpu
 from chatd.engine.options import EngineOptions
 from chatd.engine.plan import BlockId, Chunk, Plan, RequestId, SampleSpec
 from chatd.engine.sampling import SamplingParams
-from chatd.errors import EnvironmentProblem
+from chatd.errors import ConfigError, EnvironmentProblem, ModelError
 from chatd.models.decoder import Decoder
 from chatd.models.loader import load_decoder
 from chatd.models.model_config import load_decoder_config
@@ -60,7 +60,13 @@ def load_on_gpu(options: EngineOptions, stream: Stream, report: Report, room: Ca
     """
     config = load_decoder_config(Path(options.model_path))
     formats = formats_for_gpu(options, config.dtype, has_bfloat16=stream.has_bfloat16)
-    with _told_of_room(stream):
+    if options.max_num_batched_tokens < options.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens is {options.max_num_batched_tokens}, the least is {options.max_num_seqs}"
+            " (max_num_seqs): each running request computes a row in a step",
+            param="engine.max_num_batched_tokens",
+        )
+    with _told_by_cause(stream):
         decoder = load_decoder(
             Path(options.model_path),
             quantization=formats.weights,
@@ -127,10 +133,12 @@ def load_on_gpu(options: EngineOptions, stream: Stream, report: Report, room: Ca
 
 
 @contextmanager
-def _told_of_room(stream: Stream) -> Iterator[None]:
-    """Say of memory that is not there how much there is, and what mends it."""
+def _told_by_cause(stream: Stream) -> Iterator[None]:
+    """Say of memory that is not there how much there is and what mends it, and of sizes that kernels refuse which."""
     try:
         yield
+    except ValueError as error:
+        raise ModelError(f"the kernels of GPUs cannot run this model: {error}", code="model_unsupported") from error
     except OutOfDeviceMemory as error:
         memory = stream.memory()
         raise EnvironmentProblem(

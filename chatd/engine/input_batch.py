@@ -1,4 +1,4 @@
-"""From a plan to the flattened arrays of one forward. Reads nothing but the plan."""
+"""From a plan to the flattened arrays of one forward on the CPU. Reads nothing but the plan."""
 
 from __future__ import annotations
 
@@ -52,13 +52,11 @@ class InputBatch:
     Args:
         layout: Of the KV cache.
         num_q_heads: Query heads of the model.
-        device: Where the model runs.
     """
 
-    def __init__(self, layout: KVCacheLayout, num_q_heads: int, device: torch.device) -> None:
+    def __init__(self, layout: KVCacheLayout, num_q_heads: int) -> None:
         self._layout = layout
         self._num_q_heads = num_q_heads
-        self._device = device
         self._rows: dict[RequestId, _BlockRow] = {}
 
     def build(self, plan: Plan) -> ForwardInput:
@@ -95,11 +93,11 @@ class InputBatch:
         slot_mapping = blocks * block_size + positions % block_size
         self._forget(plan)
         return ForwardInput(
-            token_ids=self._tensor(token_ids),
-            positions=self._tensor(positions),
-            slot_mapping=self._tensor(slot_mapping),
+            token_ids=torch.from_numpy(token_ids),
+            positions=torch.from_numpy(positions),
+            slot_mapping=torch.from_numpy(slot_mapping),
             attention=attention,
-            logits_rows=self._tensor(np.array(logits_rows, dtype=np.int64)),
+            logits_rows=torch.from_numpy(np.array(logits_rows, dtype=np.int64)),
         )
 
     def _row(self, request_id: RequestId) -> _BlockRow:
@@ -112,7 +110,3 @@ class InputBatch:
         """Drop the tables of requests that are gone, once they outnumber those of this step."""
         if len(self._rows) > 2 * len(plan.chunks) + 64:
             self._rows = {chunk.request_id: self._rows[chunk.request_id] for chunk in plan.chunks}
-
-    def _tensor(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)

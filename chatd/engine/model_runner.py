@@ -1,4 +1,4 @@
-"""Runs one step of the real model: block moves and copies, one forward over all rows, sampling."""
+"""Runs one step of the real model on the CPU: block moves and copies, one forward over all rows, sampling."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from chatd.engine.plan import BlockMove, Plan, StepOutput
 from chatd.engine.sampler import Sampled, Sampler
 from chatd.models.decoder import Decoder
 from chatd_kernels.copy_blocks import copy_blocks
-from chatd_kernels.gpu_device import wait_for_stream
 from chatd_kernels.swap_blocks import load_blocks, store_blocks
 
 
@@ -28,7 +27,7 @@ class ModelRunner:
     def __init__(self, decoder: Decoder, host: HostBuffer | None = None) -> None:
         self._decoder = decoder
         self._host = host
-        self._batch = InputBatch(decoder.kv_cache.layout, decoder.config.num_heads, decoder.device)
+        self._batch = InputBatch(decoder.kv_cache.layout, decoder.config.num_heads)
         self._sampler = Sampler()
 
     def execute(self, plan: Plan) -> StepOutput:
@@ -50,9 +49,6 @@ class ModelRunner:
             load_blocks(cache, self._slots, _pairs(plan.loads))
         loaded = perf_counter()
         sampled = self._compute(plan) if plan.chunks else Sampled()
-        if plan.loads:
-            # As soon as the plan is committed the disk may fill these slots again.
-            wait_for_stream(cache.data.device)
         move_s = stored - start + loaded - copied
         model_s = perf_counter() - start - move_s
         return StepOutput(sampled.tokens, sampled.logprobs, sampled.failed, model_s, move_s, sampled.candidates)

@@ -7,6 +7,7 @@ several: it fills one while the copies of the steps in flight still read the oth
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -76,5 +77,7 @@ class StagedArrays:
         self._next = (self._next + 1) % len(self._stages)
         if stage.ended is not None:
             ended, stage.ended = stage.ended, None
-            ended.wait()
+            # What went wrong in that step was told by its own result.
+            with suppress(Exception):
+                ended.wait()
         return stage

@@ -12,6 +12,7 @@ from time import perf_counter
 
 from chatd.engine.host_buffer import HostBuffer
 from chatd.kvcache.block_file import Origin, read_block, write_block
+from chatd_kernels.gpu_device import wait_for_stream
 from chatd_kernels.kv_cache import KVCache
 from chatd_kernels.swap_blocks import load_blocks, store_blocks
 
@@ -37,7 +38,12 @@ def measure_host(cache: KVCache, host: HostBuffer) -> tuple[float, float, float]
     def least_s(move: Callable[..., None], num_blocks: int) -> float:
         # Neighbors move together, which blocks of a pool in use seldom are: these lie the other way round.
         moves = [(block, most - 1 - block) for block in range(num_blocks)]
-        return min(_seconds(lambda: move(cache, host.slots, moves)) for _ in range(_REPEATS))
+
+        def move_all() -> None:
+            move(cache, host.slots, moves)
+            wait_for_stream(cache.data.device)
+
+        return min(_seconds(move_all) for _ in range(_REPEATS))
 
     # The slots of all that is loaded were stored before, so the pool gets back what it had.
     out_many, out_one = least_s(store_blocks, most), least_s(store_blocks, 1)

@@ -14,7 +14,7 @@ SAMPLE = SampleSpec(SamplingParams(max_tokens=4), 0)
 
 
 def batch():
-    return InputBatch(LAYOUT, 2, torch.device("cpu"))
+    return InputBatch(LAYOUT, 2)
 
 
 def plan(*chunks):

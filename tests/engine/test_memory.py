@@ -1,7 +1,7 @@
 import pytest
 
 from chatd.engine.cgroup import MemoryRoom
-from chatd.engine.memory import RESERVE_BYTES, size_pool
+from chatd.engine.memory import RESERVE_BYTES, size_gpu_pool, size_pool
 from chatd.errors import EnvironmentProblem
 
 GIB = 2**30
@@ -72,3 +72,50 @@ def test_a_pool_too_small_for_a_short_chat_is_refused():
 
 def test_a_model_with_a_short_context_needs_no_more_than_that():
     assert pool(max_model_len=64, kv_memory_bytes=5 * BLOCK).max_model_len == 64
+
+
+def gpu_pool(**fields):
+    values = {
+        "block_bytes": BLOCK,
+        "block_size": 16,
+        "max_model_len": 8192,
+        "kv_memory_bytes": None,
+        "utilization": 0.9,
+        "total_bytes": 80 * GIB,
+        "free_bytes": 60 * GIB,
+        "step_bytes": 2 * GIB,
+        "graph_bytes": GIB,
+    }
+    return size_gpu_pool(**(values | fields))
+
+
+def test_a_pool_on_a_gpu_is_what_weights_steps_and_graphs_leave_of_the_part_that_may_be_used():
+    assert gpu_pool().num_blocks == (72 - 20 - 3) * GIB // BLOCK
+    assert gpu_pool(utilization=0.5).num_blocks == 17 * GIB // BLOCK
+
+
+def test_a_size_that_was_asked_for_may_pass_the_part_but_not_what_is_free():
+    assert gpu_pool(kv_memory_bytes=57 * GIB).kv_bytes == 57 * GIB // BLOCK * BLOCK
+    with pytest.raises(EnvironmentProblem) as caught:
+        gpu_pool(kv_memory_bytes=58 * GIB)
+    assert caught.value.message == (
+        "59,392 MiB for the KV pool do not fit: 61,440 MiB of the GPU's 81,920 MiB are free, "
+        "and steps and graphs take 3,072 MiB of them (kv_memory)"
+    )
+    assert caught.value.hint == "ask for less: --kv-memory 58368MiB"
+
+
+def test_a_gpu_with_no_room_for_a_short_context_is_refused():
+    with pytest.raises(EnvironmentProblem) as caught:
+        gpu_pool(free_bytes=10 * GIB)
+    assert caught.value.error_code == "no_room_for_pool"
+    assert caught.value.message == (
+        "0 MiB for the KV pool hold 0 blocks; a context of 256 tokens needs 17 blocks, that is 6 MiB "
+        "(10,240 MiB of the GPU's 81,920 MiB are free, steps and graphs take 3,072 MiB of them, "
+        "and 90% of the whole may be used)"
+    )
+    assert "--gpu-memory-utilization" in caught.value.hint
+
+
+def test_a_context_that_the_gpus_pool_does_not_hold_is_cut():
+    assert gpu_pool(kv_memory_bytes=101 * BLOCK).max_model_len == 1600

@@ -42,6 +42,16 @@ def test_memory_that_a_step_still_reads_is_waited_for():
     assert seen == [[value, value] for value in range(7)]
 
 
+def test_a_step_that_failed_keeps_nobody_from_its_memory():
+    stream = InterpretedStream()
+    staged = StagedArrays(stream, SHAPES)
+    staged.claim().ended = stream.run(lambda: 1 / 0)
+    seen = []
+    for value in range(4):
+        put(stream, staged, value, seen).wait()
+    assert seen == [[value, value] for value in range(4)]
+
+
 def test_the_device_reads_the_same_memory_in_every_step_and_arrays_begin_where_vectors_may():
     stream = InterpretedStream()
     staged = StagedArrays(stream, SHAPES)

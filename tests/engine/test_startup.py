@@ -5,7 +5,7 @@ from chatd.engine import cpu_startup, startup
 from chatd.engine.cgroup import MemoryRoom
 from chatd.engine.memory import RESERVE_BYTES
 from chatd.engine.options import EngineOptions, TenantShare
-from chatd.errors import EnvironmentProblem
+from chatd.errors import ConfigError, EnvironmentProblem
 from chatd.testing.engine import FakeClock
 from chatd_kernels import runtime
 
@@ -94,3 +94,29 @@ def test_floors_that_leave_less_than_a_context_are_said(tiny_model):
     _, ready = startup.build_engine(options, FakeClock(), quietly)
     assert ready.max_model_len < 1024
     assert ready.notes[-1] == f"the tenants' floors leave contexts of {ready.max_model_len:,} tokens"
+
+
+def test_a_gpu_that_is_not_there_is_a_problem_of_the_machine(tiny_model, monkeypatch):
+    monkeypatch.setattr(startup, "has_gpu", lambda: False)
+    with pytest.raises(EnvironmentProblem, match="device is cuda, and torch finds no GPU here") as caught:
+        startup.load_model(options_for(tiny_model, device="cuda"), quietly)
+    assert caught.value.error_code == "no_gpu"
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_gpu_is_taken_where_there_is_one(tiny_model, monkeypatch, device):
+    class TakenError(Exception):
+        pass
+
+    def take():
+        raise TakenError
+
+    monkeypatch.setattr(startup, "has_gpu", lambda: True)
+    monkeypatch.setattr(startup, "GpuStream", take)
+    with pytest.raises(TakenError):
+        startup.load_model(options_for(tiny_model, device=device), quietly)
+
+
+def test_what_the_cpu_cannot_do_is_refused_before_anything_is_loaded(tiny_model):
+    with pytest.raises(ConfigError, match="kv_dtype is int8"):
+        startup.load_model(options_for(tiny_model, kv_dtype="int8", device="cpu"), quietly)

@@ -75,7 +75,7 @@ def load(llama):
                 "model_digest": "d",
                 "dtype": "float32",
                 "kv_memory_bytes": 2**20,
-                "max_num_seqs": 4,
+                "max_num_seqs": 2,
                 "max_num_batched_tokens": 16,
             }
             options = EngineOptions(**(values | fields))

@@ -4,16 +4,31 @@ import pytest
 import torch
 
 from chatd.engine.host_buffer import HostBuffer
-from chatd.engine.plan import PENDING_TOKEN, BlockCopy, BlockMove, Plan
+from chatd.engine.plan import PENDING_TOKEN, BlockCopy, BlockMove, DeviceFault, Plan, StepTooLarge
 from chatd_kernels.dispatch import use_backend
 
-PROMPTS = {1: list(range(30, 50)), 2: [7, 8, 9], 3: list(range(100, 116))}
+PROMPTS = {1: list(range(30, 50)), 2: [7, 8, 9], 3: list(range(100, 116)), 4: list(range(60, 70))}
 
 
-def prefilled(requests, rows=16):
-    for request, ids in PROMPTS.items():
-        requests.prefill(request, ids, rows)
+@pytest.fixture(scope="module")
+def answers(requests_on):
+    """What follows each prompt, computed by kernels that are started one by one."""
+    with use_backend("gpu"):
+        requests = prefilled(requests_on(sizes=()), 1, 2, 3, 4)
+        requests.decode(1, 2, 3, 4, num_tokens=4)
+    return {request: ids[len(PROMPTS[request]) :] for request, ids in requests.ids.items()}
+
+
+def prefilled(requests, *numbers):
+    for request in numbers:
+        requests.prefill(request, PROMPTS[request])
     return requests
+
+
+def has_answered(requests, answers, **num_tokens):
+    """Whether requests have the first tokens of their answers, so many of each."""
+    found = {request: ids[len(PROMPTS[request]) :] for request, ids in requests.ids.items()}
+    return found == {int(name[1:]): answers[int(name[1:])][:count] for name, count in num_tokens.items()}
 
 
 def is_written(cache):
@@ -24,8 +39,8 @@ def is_written(cache):
 
 
 def test_a_padded_graph_writes_the_slots_of_its_requests_and_no_other(requests_on):
-    requests = prefilled(requests_on())
-    requests.decode(1, 2, 3, num_tokens=2)
+    requests = prefilled(requests_on(), 1, 2, 3)
+    requests.decode(1, 2, 3)
     written = is_written(requests.cache)
     expected = torch.zeros_like(written)
     for request, table in requests.tables.items():
@@ -34,54 +49,39 @@ def test_a_padded_graph_writes_the_slots_of_its_requests_and_no_other(requests_o
     assert torch.equal(written, expected)
 
 
-def test_graphs_of_every_size_draw_what_single_kernels_do(requests_on):
-    found = []
-    for sizes in ((), (1, 2, 4)):
-        requests = prefilled(requests_on(sizes=sizes))
-        for batch in ((1, 2, 3), (3, 1), (2,), (3, 2, 1)):
-            requests.decode(*batch)
-        found.append(requests.ids)
-    assert found[0] == found[1]
+def test_graphs_of_every_size_draw_what_single_kernels_do(requests_on, answers):
+    requests = prefilled(requests_on(), 1, 2, 3)
+    for batch in ((1, 2, 3), (3, 1), (2,), (3, 2, 1)):
+        requests.decode(*batch)
+    assert has_answered(requests, answers, r1=4, r2=4, r3=4)
 
 
-def test_a_pending_token_is_what_the_step_before_draws(requests_on):
-    expected = prefilled(requests_on())
-    expected.decode(1, 2, 3)
-    expected.decode(3, 1)
-    expected.prefill(4, range(60, 70))
-    expected.decode(1, 3)
+def test_a_pending_token_is_what_the_step_before_draws(requests_on, answers):
+    requests = prefilled(requests_on(), 1, 2, 3)
 
-    ahead = prefilled(requests_on())
-    plans = [
-        ahead.plan(*(ahead.chunk(request, len(ahead.ids[request])) for request in (1, 2, 3))),
-        ahead.plan(*(ahead.chunk(request, len(ahead.ids[request]) + 1, [PENDING_TOKEN]) for request in (3, 1))),
-    ]
-    ahead.ids[4] = list(range(60, 70))
-    plans.append(
-        ahead.plan(
-            ahead.chunk(4, 10),
-            *(ahead.chunk(request, len(ahead.ids[request]) + 2, [PENDING_TOKEN]) for request in (1, 3)),
-        )
-    )
-    first, second = (ahead.runner.launch(plan) for plan in plans[:2])
-    ahead.keep(first.result())
-    third = ahead.runner.launch(plans[2])
-    ahead.keep(second.result())
-    ahead.keep(third.result())
-    assert ahead.ids == expected.ids
+    def decode(ahead, *numbers):
+        pending = [PENDING_TOKEN] if ahead else None
+        return [requests.chunk(number, len(requests.ids[number]) + ahead, pending) for number in numbers]
+
+    first = requests.runner.launch(requests.plan(*decode(0, 1, 2, 3)))
+    second = requests.runner.launch(requests.plan(*decode(1, 3, 1)))
+    requests.keep(first.result())
+    requests.ids[4] = list(PROMPTS[4])
+    # Beside a prompt, which no graph takes.
+    third = requests.runner.launch(requests.plan(requests.chunk(4, 10), *decode(1, 1, 3)))
+    requests.keep(second.result())
+    requests.keep(third.result())
+    assert has_answered(requests, answers, r1=4, r2=2, r3=4, r4=1)
 
 
-def test_blocks_are_stored_before_they_are_copied_over_and_loaded_before_they_are_read(requests_on):
-    expected = prefilled(requests_on())
-    expected.decode(1, num_tokens=2)
-
+def test_blocks_are_stored_before_they_are_copied_over_and_loaded_before_they_are_read(requests_on, answers):
     buffers = []
 
     def host(layout):
         buffers.append(HostBuffer(4, layout))
         return buffers[0]
 
-    requests = prefilled(requests_on(host=host))
+    requests = prefilled(requests_on(host=host, sizes=()), 1)
     first, second = requests.tables[1]
     requests.runner.execute(Plan(0, (), (), 16, [BlockMove(first, 2), BlockMove(second, 0)]))
     stored, held = buffers[0].slots[[2, 0]], requests.cache.data[[first, second]]
@@ -94,7 +94,7 @@ def test_blocks_are_stored_before_they_are_copied_over_and_loaded_before_they_ar
     chunk = requests.chunk(1, len(requests.ids[1]))
     requests.keep(requests.runner.execute(Plan(0, (chunk,), [BlockCopy(between, partial)], 16)))
     requests.decode(1)
-    assert requests.ids == expected.ids
+    assert has_answered(requests, answers, r1=3)
 
 
 @pytest.fixture(scope="module")
@@ -126,29 +126,70 @@ def test_other_formats_are_close_to_32_bits(requests_on, exact, dtype, kv_dtype,
 
 
 def test_a_deterministic_answer_does_not_depend_on_what_is_beside_it_or_how_its_prompt_is_cut(requests_on):
-    alone = requests_on("float16", weights="fp16", is_deterministic=True, has_logprobs=True, sizes=(1, 4))
+    formats = {"dtype": "float16", "weights": "fp16", "is_deterministic": True, "has_logprobs": True}
+    alone = requests_on(**formats, sizes=(1,))
     alone.prefill(1, PROMPTS[1])
-    alone.decode(1, num_tokens=3)
-    assert len(alone.logprobs[1]) == 4
-    crowded = requests_on("float16", weights="fp16", is_deterministic=True, has_logprobs=True, sizes=(1, 4))
+    alone.decode(1, num_tokens=2)
+    crowded = requests_on(**formats, sizes=(4,))
     crowded.prefill(2, PROMPTS[2])
-    crowded.prefill(1, PROMPTS[1], rows=7)
+    crowded.prefill(1, PROMPTS[1], rows=11)
     crowded.decode(2, 1)
     crowded.ids[3] = PROMPTS[3]
     crowded.step(crowded.chunk(2, len(crowded.ids[2])), crowded.chunk(3, 16), crowded.chunk(1, len(crowded.ids[1])))
-    crowded.decode(3, 1, 2)
+    assert len(alone.logprobs[1]) == 3
     assert (crowded.ids[1], crowded.logprobs[1]) == (alone.ids[1], alone.logprobs[1])
 
 
-def test_after_a_step_that_failed_tables_are_sent_anew(requests_on, monkeypatch):
-    expected = prefilled(requests_on())
-    expected.decode(1, 2, num_tokens=2)
-    requests = prefilled(requests_on())
-    requests.decode(1, 2)
+def test_after_a_step_that_failed_tables_are_sent_anew(requests_on, answers, monkeypatch):
+    requests = prefilled(requests_on(sizes=()), 1, 2)
     plan = requests.plan(*(requests.chunk(request, len(requests.ids[request])) for request in (2, 1)))
     with monkeypatch.context() as patched:
         patched.setattr(requests.runner._sampler, "sample", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             requests.runner.execute(plan)
+    requests.runner._attention.tables.fill_(23)
     requests.keep(requests.runner.execute(plan))
-    assert requests.ids == expected.ids
+    assert has_answered(requests, answers, r1=2, r2=2)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost", "raised"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), False, StepTooLarge),
+        (torch.OutOfMemoryError("CUDA out of memory"), True, DeviceFault),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), True, DeviceFault),
+        (ValueError("a mistake of the host's"), False, ValueError),
+    ],
+)
+def test_an_error_is_told_by_what_can_be_done_about_it(requests_on, monkeypatch, error, is_lost, raised):
+    requests = requests_on(sizes=())
+    requests.ids[1] = PROMPTS[2]
+
+    def fail(*_):
+        raise error
+
+    def synchronize():
+        if is_lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(requests.runner._decoder, "forward", fail)
+    monkeypatch.setattr(requests.runner._stream, "synchronize", synchronize)
+    with pytest.raises(raised):
+        requests.step(requests.chunk(1, 3))
+
+
+def test_a_step_behind_one_that_failed_fails_as_well(requests_on, answers, monkeypatch):
+    requests = prefilled(requests_on(sizes=()), 1)
+    plans = [
+        requests.plan(requests.chunk(1, len(requests.ids[1]))),
+        requests.plan(requests.chunk(1, len(requests.ids[1]) + 1, [PENDING_TOKEN])),
+    ]
+    with monkeypatch.context() as patched:
+        patched.setattr(requests.runner._stream, "run", lambda _work: 1 / 0)
+        first = requests.runner.launch(plans[0])
+        second = requests.runner.launch(plans[1])
+    for step in (first, second):
+        with pytest.raises((ZeroDivisionError, KeyError)):
+            step.result()
+    requests.keep(requests.runner.execute(plans[0]))
+    assert has_answered(requests, answers, r1=2)

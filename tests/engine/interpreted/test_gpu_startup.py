@@ -1,0 +1,94 @@
+"""What start-up on a GPU decides and says; the steps that it runs are left out where they would change nothing."""
+
+import pytest
+import torch
+
+from chatd.engine import gpu_startup
+from chatd.engine.options import EngineOptions
+from chatd.engine.startup import build_engine
+from chatd.errors import ConfigError, EnvironmentProblem, ModelError
+from chatd.testing.engine import FakeClock
+from chatd_kernels.stream import InterpretedStream
+
+MIB = 2**20
+
+
+@pytest.fixture
+def start(llama, monkeypatch):
+    """Start an engine whose steps are not run; return its core, what it said, and the phases that it told of."""
+    monkeypatch.setattr(gpu_startup, "_run", lambda _runner, plans, report: report(0.0))
+    monkeypatch.setattr(gpu_startup.GpuRunner, "capture", lambda _runner, sizes, report: report(1.0))
+
+    monkeypatch.setattr(gpu_startup, "GRAPH_BYTES", MIB)
+
+    def start_engine(memory_bytes=16 * MIB, **fields):
+        phases = []
+        options = EngineOptions(model_id="tiny", model_path=str(llama), model_digest="d", **fields)
+        stream = InterpretedStream(memory_bytes)
+        return *build_engine(options, FakeClock(), lambda phase, _: phases.append(phase), stream), phases
+
+    return start_engine
+
+
+def test_the_pool_takes_what_the_graphs_leave_of_the_part_that_may_be_used(start):
+    core, ready, phases = start(dtype="float16", max_num_seqs=8, gpu_memory_utilization=0.5)
+    block_bytes = 2 * 2 * 2 * 16 * 16 * 2
+    assert ready.num_blocks == (8 - 4) * MIB // block_bytes
+    assert core.config.num_blocks == ready.num_blocks
+    assert phases[-1] == "trying a step"
+    assert [phase for phase in dict.fromkeys(phases) if phase != "loading weights"] == [
+        "profiling a step",
+        "allocating the KV pool",
+        "capturing graphs",
+        "trying a step",
+    ]
+    assert core.config.steps_in_flight == 2
+
+
+def test_what_runs_is_said_and_kept_apart_in_the_identity_of_kv(start):
+    plain, ready, _ = start(dtype="float16", kv_dtype="fp8", quantization="int8", enforce_eager=True)
+    assert ready.quantization == "int8"
+    assert ready.notes[0] == ("runs on Triton's interpreter in float16, KV in fp8, no graphs (enforce_eager)")
+    fixed, ready, _ = start(dtype="float16", kv_dtype="fp8", quantization="int8", deterministic=True)
+    assert ready.notes[0].endswith(", deterministic")
+    other, _, _ = start(dtype="bfloat16", kv_dtype="fp8", quantization="int8")
+    formats = {core.config.namespace.kv_format for core in (plain, fixed, other)}
+    assert formats == {"fp8/gpu/float16", "fp8/gpu/float16/deterministic", "fp8/gpu/bfloat16"}
+
+
+def test_a_gpu_that_is_too_small_is_refused_with_the_numbers_and_what_mends_it(start):
+    with pytest.raises(EnvironmentProblem, match="a context of 256 tokens needs 17 blocks") as caught:
+        start(memory_bytes=MIB + 2**16, max_num_seqs=1)
+    assert "1 MiB of the GPU's 1 MiB are free, steps and graphs take 1 MiB of them" in caught.value.message
+    assert "--gpu-memory-utilization" in caught.value.hint
+
+
+def test_memory_that_runs_out_while_loading_is_a_problem_of_the_machine(start, monkeypatch):
+    def fail(*_args, **_fields):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(gpu_startup, "load_decoder", fail)
+    with pytest.raises(EnvironmentProblem, match="do not fit on Triton's interpreter") as caught:
+        start()
+    assert caught.value.error_code == "no_room_for_model"
+
+
+def test_what_the_kernels_refuse_is_said_of_the_model(start, monkeypatch):
+    def fail(*_args, **_fields):
+        raise ValueError("head dimension 512 is beyond 256")
+
+    monkeypatch.setattr(gpu_startup, "GpuRunner", fail)
+    with pytest.raises(ModelError, match="cannot run this model: head dimension 512 is beyond 256") as caught:
+        start()
+    assert caught.value.error_code == "model_unsupported"
+
+
+def test_a_step_holds_a_row_of_each_request(start):
+    with pytest.raises(ConfigError, match="max_num_batched_tokens is 16, the least is 17"):
+        start(max_num_seqs=17, max_num_batched_tokens=16)
+
+
+def test_formats_that_do_not_go_together_are_refused_before_anything_is_loaded(start, monkeypatch):
+    monkeypatch.setattr(gpu_startup, "load_decoder", None)
+    with pytest.raises(ConfigError, match="kv_dtype is float16 and dtype bfloat16"):
+        start(dtype="bfloat16", kv_dtype="float16")
