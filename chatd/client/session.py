@@ -266,8 +266,8 @@ class Turn:
             while self.reason is None:
                 event = await queue.get()
                 if isinstance(event, SessionAttached):
-                    if queue.holds(self._is_begin):
-                        continue  # It shows the session before this turn.
+                    if queue.holds(self._outdates):
+                        continue  # It shows the session before this turn, or before another snapshot.
                     # A restarted daemon counts anew.
                     first_seq = event.head_seq + 1
                     for repaired in self._after_snapshot(event):
@@ -288,13 +288,11 @@ class Turn:
         self._begun = self.message = added.item
         return added.seq
 
-    def _is_begin(self, event: Event) -> bool:
-        """Return whether an event is the first of this turn."""
-        return (
-            self._begun is not None
-            and isinstance(event, ItemAdded | ResponseCreated)
-            and event.item.id == self._begun.id
-        )
+    def _outdates(self, event: Event) -> bool:
+        """Return whether a snapshot that came before an event says nothing of this turn any more."""
+        if isinstance(event, ItemAdded | ResponseCreated):
+            return self._begun is not None and event.item.id == self._begun.id
+        return isinstance(event, SessionAttached)
 
     def _concerns(self, event: Event, first_seq: int) -> bool:
         """Note what a live event says about this turn; False for a transcript event of another."""
