@@ -34,6 +34,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "preemption": ("preemption",),
     "tiers": ("tiers",),
     "join": ("join",),
+    "journal": ("journal",),
     "neighbor": ("neighbor",),
     "probe": ("probe",),
     "pool": ("pool",),

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from chatd.bench.record import write_json
+from chatd.bench.tables import Figures, markdown_table
 from chatd.journal.directory import DATABASE
 from chatd.journal.journal import Journal
 from chatd.journal.records import Change, SaveMessage, SaveSession
@@ -179,6 +180,36 @@ async def size_figures(directory: Path, num_sessions: int, num_messages: int) ->
     figures["erase_again_ms"] = 1e3 * (time.perf_counter() - started)
     await journal.close()
     return figures
+
+
+def journal_table(figures: Figures) -> str:
+    """Return what commits give, and what a large journal takes."""
+    heads = ["committing at once", "commits a second", "in one transaction", "a commit, median", "p99", "CPU a commit"]
+    rows = [
+        [
+            f"{row['writers']}",
+            f"{row['commits_per_s']:,.0f}",
+            f"{row['commits_per_transaction']:.1f}",
+            f"{row['p50_ms']:.1f} ms",
+            f"{row['p99_ms']:.1f} ms",
+            f"{row['cpu_us_per_commit']:.0f} µs",
+        ]
+        for row in figures["commits"]
+    ]
+    size = figures["size"]
+    searches = [
+        [name[len("search_") : -len("_ms")].replace("_", " "), f"{value:.1f} ms"]
+        for name, value in size.items()
+        if name.startswith("search_")
+    ]
+    return (
+        f"{markdown_table(heads, rows)}\n\nOne page written and synced takes {figures['fsync_us']:,.0f} µs here."
+        f" {size['messages']:,.0f} messages of {size['sessions']:,.0f} sessions take {size['bytes_per_message']:,.0f}"
+        f" bytes each, with {_TOKENS} tokens an answer and the index. That journal opens in {size['open_ms']:.0f} ms,"
+        f" lists all sessions in {size['sessions_ms']:.0f} ms and reads one's messages in {size['messages_ms']:.1f} ms;"
+        f" an erasure is out of all files after {size['erase_ms']:,.0f} ms."
+        f"\n\n{markdown_table(['search for', 'median'], searches)}"
+    )
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from chatd.bench import tables
+from chatd.bench.journal import journal_table
 from chatd.bench.step import step_table
 
 ROOT = Path(__file__).parent.parent.parent
@@ -38,6 +39,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "preemption": tables.preemption_table,
     "tiers": tables.tiers_table,
     "join": tables.join_table,
+    "journal": journal_table,
     "neighbor": tables.neighbor_table,
     "probe": tables.probe_table,
     "pool": tables.pool_table,

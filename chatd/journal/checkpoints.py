@@ -1,4 +1,8 @@
-"""Moves what is committed from the log into the database, beside the writer, so that no commit waits for it."""
+"""Moves what is committed from the log into the database, beside the writer, so that commits hardly wait for it.
+
+The log begins anew only where all of it was moved, and while commits go on there is always a rest. So the writer moves
+that one itself, between two commits: it is short.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,12 @@ class Checkpointer:
         connection: For it alone; `close` closes it.
     """
 
-    def __init__(self, connection: sqlite3.Connection, *, log_bytes: int = LOG_BYTES) -> None:
+    def __init__(self, connection: sqlite3.Connection) -> None:
         self._db = connection
-        self._log_bytes = log_bytes
+        self._log_bytes = LOG_BYTES
         self._condition = threading.Condition()
         self._num_bytes = 0
+        self._has_rest = False
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="journal-checkpoints", daemon=True)
         self._thread.start()
@@ -38,6 +43,13 @@ class Checkpointer:
             if self._num_bytes >= self._log_bytes and not was_due:
                 self._condition.notify()
 
+    def move_rest(self, connection: sqlite3.Connection) -> None:
+        """Move what came while a checkpoint was made, if one was, on the writer's connection."""
+        with self._condition:
+            has_rest, self._has_rest = self._has_rest, False
+        if has_rest:
+            _checkpoint(connection)
+
     def close(self) -> None:
         """End the thread and close the connection."""
         with self._condition:
@@ -47,11 +59,9 @@ class Checkpointer:
 
     def _run(self) -> None:
         while self._wait():
-            try:
-                self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-            except sqlite3.Error as error:
-                # The log has it all, and grows until this goes.
-                _logger.error("the journal's log could not be moved into its database: %s", error)
+            _checkpoint(self._db)
+            with self._condition:
+                self._has_rest = True
         with suppress(sqlite3.Error):
             self._db.close()
 
@@ -64,3 +74,12 @@ class Checkpointer:
                     self._num_bytes = 0
                     return True
             return False
+
+
+def _checkpoint(connection: sqlite3.Connection) -> None:
+    """Move what nobody needs in the log any more."""
+    try:
+        connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+    except sqlite3.Error as error:
+        # The log has it all, and grows until this goes.
+        _logger.error("the journal's log could not be moved into its database: %s", error)

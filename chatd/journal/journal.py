@@ -62,9 +62,7 @@ class Journal:
             for name in ("reads", "searches")
         }
         self._checkpointer = Checkpointer(_connect(directory.database))
-        self._writer = JournalWriter(
-            lambda: _connect(directory.database), directory.path, on_written=self._checkpointer.note
-        )
+        self._writer = JournalWriter(lambda: _connect(directory.database), directory.path, self._checkpointer)
 
     @classmethod
     def open(cls, directory: Path) -> Self:

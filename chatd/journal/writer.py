@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from chatd.errors import ChatdError, DamagedRecord, StorageError
+from chatd.journal.checkpoints import Checkpointer
 from chatd.journal.records import ID_TYPE
 from chatd.journal.scrubber import Scrubber
 from chatd.journal.search import NUM_PARTS, is_index_damaged, rebuild_index
@@ -91,7 +92,7 @@ class JournalWriter:
         connect: Returns a connection to a database of the newest schema; called now, and in the writer's thread where
             the one before has failed: what a file's descriptor or a cache of pages has gone wrong by goes with it.
         directory: Named in errors.
-        on_written: Called in the writer's thread after a transaction, with about how many bytes of log it took.
+        checkpointer: Told about how many bytes of log were written.
 
     Attributes:
         num_commits: Jobs that were done since the start.
@@ -102,13 +103,12 @@ class JournalWriter:
         self,
         connect: Callable[[], sqlite3.Connection],
         directory: Path,
-        *,
-        on_written: Callable[[int], None] = lambda num_bytes: None,
+        checkpointer: Checkpointer,
     ) -> None:
         self.num_commits = self.num_transactions = 0
         self._connect = connect
         self._directory = directory
-        self._on_written = on_written
+        self._checkpointer = checkpointer
         self._use(connect())
         # What was erased, and who waits until nothing of it is left; the writer's thread alone has them.
         self._to_scrub: list[_Job] = []
@@ -192,6 +192,7 @@ class JournalWriter:
         while (group := self._next_group()) is not None:
             if group:
                 self._write(group)
+                self._checkpointer.move_rest(self._db)
             if not self._scrubber.is_done and time.monotonic() >= self._scrub_at:
                 self._scrub()
         self._finish(self._to_scrub)
@@ -283,7 +284,7 @@ class JournalWriter:
         if error is None:
             self.num_transactions += 1
             written = sum(item.num_bytes for item in items)
-            self._on_written(_PER_TRANSACTION_BYTES + written)
+            self._checkpointer.note(_PER_TRANSACTION_BYTES + written)
         return error
 
     def _attempt_to(self, act: Callable[[], None], synchronous: Synchronous = "FULL") -> Exception | None:
@@ -367,7 +368,7 @@ class JournalWriter:
         try:
             self._set_synchronous("NORMAL")
             scrubber.do_part()
-            self._on_written(_PER_TRANSACTION_BYTES)
+            self._checkpointer.note(_PER_TRANSACTION_BYTES)
             self._scrub_at = time.monotonic() + _SCRUB_EVERY_S if scrubber.must_wait else 0.0
             if scrubber.must_wait and late and self._to_scrub:
                 _logger.warning("what was erased stays in the log until nobody reads an older state of the journal")

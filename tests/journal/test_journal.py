@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sqlite3
+import sys
 from array import array
 from collections.abc import AsyncIterator
 from datetime import date
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from chatd.errors import ConfigError, StorageError
+from chatd.journal import checkpoints
 from chatd.journal.directory import JournalInUse
 from chatd.journal.journal import Journal
 from chatd.journal.records import (
@@ -240,6 +243,44 @@ async def test_what_a_cancelled_caller_committed_is_kept(journal: Journal) -> No
     commit.cancel()
     await journal.flush()
     assert [session.id for session in await journal.sessions()] == ["s"]
+
+
+async def test_the_log_stays_short_while_commits_never_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "LOG_BYTES", 2**19)
+    journal = Journal.open(tmp_path / "journal")
+    log = journal.directory / "journal.db-wal"
+    largest = 0
+    for number in range(8):
+        session = f"s{number}"
+        commits = [journal.commit([SaveSession(make_session(session))])]
+        commits += [
+            journal.commit([SaveMessage(session, make_answer(f"{session}-{i}", None, "x", range(4000)))])
+            for i in range(60)
+        ]
+        await asyncio.gather(*commits)
+        largest = max(largest, log.stat().st_size)
+    assert (journal.directory / "journal.db").stat().st_size > 8 * 60 * 2 * 4000
+    assert largest < 4 * 2**20
+    await journal.close()
+
+
+async def test_a_copy_of_a_running_journal_is_a_journal(journal: Journal, tmp_path: Path) -> None:
+    backup = tmp_path / "backup"
+    backup.mkdir(mode=0o700)
+    page = Path(__file__).parents[2] / "docs" / "operating.md"
+    (code,) = re.findall(r"python3 -c '(.*)' \\\n", page.read_text())
+    await journal.commit([SaveSession(make_session("s")), SaveMessage("s", make_answer("m", None, None, [1]))])
+    await journal.commit([SaveMessage("s", make_user_message("m2", "to be found", "m"))])
+    database, copy = str(journal.directory / "journal.db"), str(backup / "journal.db")
+    command = [sys.executable, "-W", "ignore", "-c", code, database, copy]
+    done = await asyncio.create_subprocess_exec(*command, umask=0o077)
+    assert await done.wait() == 0
+    restored = Journal.open(backup)
+    assert await restored.sessions() == await journal.sessions()
+    assert await restored.messages("s") == await journal.messages("s")
+    assert await restored.search("acme", "ann", "found", 10) == ["s"]
+    await restored.commit([SaveMessage("s", make_user_message("m3", "goes on", "m2"))])
+    await restored.close()
 
 
 async def test_only_the_owner_can_read_any_file(journal: Journal) -> None:
