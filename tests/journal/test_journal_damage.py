@@ -111,7 +111,7 @@ def test_a_flipped_bit_in_the_last_commits_log_is_detected(
     copies: Copies, restore: Callable[[bytes, bytes], State]
 ) -> None:
     rng = random.Random(1)
-    for index in range(len(copies.log_before), len(copies.log_after), 3):
+    for index in range(len(copies.log_before), len(copies.log_after), 7):
         log = bytearray(copies.log_after)
         log[index] ^= 1 << rng.randrange(8)
         assert restore(copies.database, bytes(log)) == copies.before, index
@@ -158,7 +158,7 @@ def test_a_flipped_bit_in_the_database_is_never_another_record(tmp_path: Path) -
     directory.mkdir()
     rng = random.Random(2)
     num_detected = 0
-    for _ in range(1500):
+    for _ in range(800):
         damaged = bytearray(database)
         damaged[rng.randrange(100, len(damaged))] ^= 1 << rng.randrange(8)
         (directory / DATABASE).write_bytes(damaged)
@@ -187,7 +187,7 @@ def test_a_flipped_bit_in_the_database_is_never_another_record(tmp_path: Path) -
                     right = msgspec.structs.replace(right, ids=right.ids[: len(message.ids)])
                 assert message == right
         reader.close()
-    assert num_detected > 100
+    assert num_detected > 50
 
 
 async def test_a_damaged_message_is_an_error_of_its_session_only(tmp_path: Path) -> None:
