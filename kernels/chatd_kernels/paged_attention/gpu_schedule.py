@@ -83,7 +83,8 @@ def tile_shapes(
     # codes become numbers in registers, and so do operands where products do not read them from shared memory.
     is_wide = facts.fits_wide_tiles and layout.head_dim <= 128 and is_half and not is_deterministic
     widest = 128 if facts.has_shared_operands and not is_deterministic else 64
-    positions = 64 if layout.head_dim <= widest and layout.dtype != torch.float32 else 32
+    is_long = layout.head_dim <= widest and (is_half or (layout.is_quantized and facts.has_shared_operands))
+    positions = 64 if is_long else 32
     rows = 128 if is_wide else 64
     warps = 4 if rows == 64 and layout.head_dim <= 64 and is_half else 8
     tokens = max(1, _SMALL_MATRIX // group)
