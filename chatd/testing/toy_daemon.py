@@ -146,6 +146,12 @@ class ToyFarm:
             os.kill(pid, signal.SIGKILL)
         self._ask({"wait": pid})
 
+    def stop(self, pid: int) -> int:
+        """Ask a daemon to stop, as a service manager does; return its exit code once it has."""
+        self._running.discard(pid)
+        os.kill(pid, signal.SIGTERM)
+        return os.waitstatus_to_exitcode(int(self._ask({"wait": pid})))
+
     @property
     def log(self) -> str:
         """What the daemons have logged."""

@@ -11,8 +11,9 @@ import socket
 import psutil
 import pytest
 
+from chatd.client import Client
 from chatd.local_daemon import LocalDaemon
-from chatd.protocol import Params
+from chatd.protocol import OutputTextDelta, Params
 from chatd.testing.kills import Script, Seen, run_scripts, run_under_kills
 from chatd.testing.toy_daemon import ToyFarm
 
@@ -71,6 +72,33 @@ async def test_two_hundred_kills_of_front_and_journal_change_no_token(tmp_path):
     seen = await kill_toys(tmp_path, NUM_TOY_KILLS, seed=1)
     assert seen.counts["kills"] == NUM_TOY_KILLS
     assert seen.counts["turns"] > 0
+
+
+async def test_an_answer_that_a_stopping_daemon_does_not_wait_for_goes_on_in_the_next(tmp_path):
+    script = Script("be long", ["say much"], Params(max_tokens=300))
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    server = {"drain_timeout_s": 0.05}
+    states = []
+    with ToyFarm(tmp_path) as farm:
+        running = farm.start(port, pace_s=0.0, server=server)
+        [expected] = await run_scripts(url, [script], Seen())
+        await asyncio.to_thread(farm.stop, running)
+        running = farm.start(port, pace_s=0.005, server=server)
+        async with Client(url, wait_s=30.0, on_state=states.append) as client:
+            session = await client.create_session(system=script.system)
+            turn = session.say(script.messages[0], params=script.params)
+            pieces = []
+            async for event in turn:
+                if isinstance(event, OutputTextDelta):
+                    pieces.append(event.delta)
+                    if len(pieces) == 5:
+                        assert await asyncio.to_thread(farm.stop, running) == 0
+                        running = farm.start(port, pace_s=0.0, server=server)
+        assert len(pieces) > 5
+        assert ("".join(pieces), str(turn.reason)) == (expected[0].answer, expected[0].reason)
+    # 1012: whoever is closed with it comes back.
+    assert "restarting" in {state.error.error_code for state in states if state.error is not None}
 
 
 @pytest.mark.night
