@@ -316,6 +316,12 @@ class SessionClose(_Command, frozen=True, kw_only=True, tag="session.close"):
     session: SessionId
 
 
+class SessionErase(_Command, frozen=True, kw_only=True, tag="session.erase"):
+    """Remove a session from every tier and the journal; what forks have of it stays theirs."""
+
+    session: SessionId
+
+
 class SessionFork(_Command, frozen=True, kw_only=True, tag="session.fork"):
     """Open a session with the messages up to `at`, else all of them; the connection is attached to it as a writer."""
 
@@ -350,6 +356,17 @@ class ResponseRegenerate(_Command, frozen=True, kw_only=True, tag="response.rege
     session: SessionId
     item: ItemId | None = None
     params: Params | None = None
+
+
+class ResponseContinue(_Command, frozen=True, kw_only=True, tag="response.continue"):
+    """Go on from an answer that was cut short, `item` or the last one, beside it.
+
+    `max_tokens` is for what comes now; absent, as many as the answer had.
+    """
+
+    session: SessionId
+    item: ItemId | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31)] | None = None
 
 
 class BranchSelect(_Command, frozen=True, kw_only=True, tag="branch.select"):
@@ -398,10 +415,12 @@ Command = (
     | SessionUpdate
     | SessionDetach
     | SessionClose
+    | SessionErase
     | SessionFork
     | UserMessage
     | MessageEdit
     | ResponseRegenerate
+    | ResponseContinue
     | BranchSelect
     | ResponseCancel
     | Prefill
@@ -517,6 +536,36 @@ class SessionClosed(_Event, frozen=True, kw_only=True, tag="session.closed"):
     re: str | None = None
 
 
+class EraseReceipt(msgspec.Struct, frozen=True, kw_only=True):
+    """What an erasure removed.
+
+    Attributes:
+        messages: Of the session, those that no other session has.
+        shared_messages: Those that stay, since a fork has them too.
+        tokens: Ids of the messages that are gone.
+        blocks: Of the pool.
+        host_blocks: Of the host's memory.
+        disk_blocks: Of the disk; their files are gone, or go next.
+        journal_bytes: Text and ids that are gone from the journal.
+    """
+
+    messages: int
+    shared_messages: int
+    tokens: int
+    blocks: int
+    host_blocks: int
+    disk_blocks: int
+    journal_bytes: int
+
+
+class SessionErased(_Event, frozen=True, kw_only=True, tag="session.erased"):
+    """Answers `session.erase`; sent to everybody attached."""
+
+    session: str
+    receipt: EraseReceipt
+    re: str | None = None
+
+
 class _Transcript(_Event, frozen=True, kw_only=True):
     """An event of a session's transcript: `seq` counts from 1 without a gap, `ts` is Unix seconds."""
 
@@ -563,7 +612,10 @@ class SessionTruncated(_Transcript, frozen=True, kw_only=True, tag="session.trun
 
 
 class ResponseCreated(_Transcript, frozen=True, kw_only=True, tag="response.created", omit_defaults=True):
-    """An answer began; `item` is its empty message; `re` on the connection that asked for another one."""
+    """An answer began; `item` is its message; `re` on the connection that asked for another one.
+
+    The item is empty, but for an answer that goes on from another one: it begins with that one's text.
+    """
 
     response: str
     item: Item
@@ -835,6 +887,7 @@ Event = (
     | SessionGot
     | SessionDetached
     | SessionClosed
+    | SessionErased
     | ItemAdded
     | BranchSelected
     | SessionTruncated

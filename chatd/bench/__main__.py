@@ -26,6 +26,7 @@ BENCHMARKS = {
     "turn": "the work of a turn, counted, by its history",
     "preemption": "swap against recompute, by block size and on a running engine",
     "tiers": "the next turn of a session, by where its KV is",
+    "typeahead": "the time to the first token with what was typed computed before Enter",
     "probe": "whether the time to the first token tells what another tenant has cached",
     "join": "equal prompts at once, beside different ones",
     "journal": "what keeping conversations costs: commits, size, start, search, erasure",

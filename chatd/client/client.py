@@ -28,6 +28,7 @@ from chatd.errors import ChatdError
 from chatd.protocol import (
     AttachRole,
     ContextPolicy,
+    EraseReceipt,
     Event,
     HistoryScope,
     Item,
@@ -44,6 +45,8 @@ from chatd.protocol import (
     SessionClosed,
     SessionCreate,
     SessionCreated,
+    SessionErase,
+    SessionErased,
     SessionFork,
     SessionGet,
     SessionGot,
@@ -159,6 +162,11 @@ class Client(Connection):
     async def close_session(self, session: str) -> None:
         """Release the session's KV in the daemon; its text stays."""
         await self._ask(SessionClose(id=new_id(), session=session), SessionClosed)
+
+    async def erase_session(self, session: str) -> EraseReceipt:
+        """Remove the session and everything that was kept of it, and return what that was."""
+        erased, _ = await self._ask(SessionErase(id=new_id(), session=session), SessionErased)
+        return erased.receipt
 
     async def list_sessions(
         self, *, limit: int = 50, query: str | None = None, archived: bool = False

@@ -25,7 +25,7 @@ from chatd.client.errors import FATAL, error_from, error_of_close, error_of_conn
 from chatd.client.pool import PoolReader, PoolState, apply_frame, combined
 from chatd.client.session import Session
 from chatd.config import check_key_transport
-from chatd.errors import ChatdError, EngineError, InvalidRequest, Unavailable
+from chatd.errors import ChatdError, EngineError, InvalidRequest, NotFound, Unavailable
 from chatd.protocol import (
     SUBPROTOCOL,
     WEBSOCKET_PATH,
@@ -42,6 +42,7 @@ from chatd.protocol import (
     ServerDraining,
     SessionAttached,
     SessionCreated,
+    SessionErased,
     TranscriptEvent,
     decode_event,
     encode,
@@ -407,6 +408,8 @@ class Connection:
                 owner = self._sessions.get(session) if isinstance(session, str) else None
                 if owner is not None and not (isinstance(event, Error) and event.re):
                     owner._deliver(event)
+                    if isinstance(event, SessionErased):
+                        self._drop_session(owner.id, NotFound("this session was erased", code="erased"))
                 elif isinstance(event, Error) and event.re is None:
                     self._notify(event)
         self._answer(event)

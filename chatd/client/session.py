@@ -27,6 +27,7 @@ from chatd.protocol import (
     PrefillState,
     ResponseCancel,
     ResponseCompleted,
+    ResponseContinue,
     ResponseCreated,
     ResponseFailed,
     ResponseIncomplete,
@@ -94,6 +95,14 @@ class Session:
     def regenerate(self, item: str | None = None, *, params: Params | None = None) -> Turn:
         """Have another answer beside `item`, else beside the last one; iterate the turn for it."""
         command = ResponseRegenerate(id=new_id(), session=self.id, item=item, params=params)
+        return Turn(self._connection, self, command)
+
+    def continue_(self, item: str | None = None, *, max_tokens: int | None = None) -> Turn:
+        """Go on from an answer that was cut short, `item` or the last one; iterate the turn for the rest of it.
+
+        `Turn.text` is the whole answer.
+        """
+        command = ResponseContinue(id=new_id(), session=self.id, item=item, max_tokens=max_tokens)
         return Turn(self._connection, self, command)
 
     async def rewrite(self, item: str, content: str) -> Item:
@@ -217,7 +226,7 @@ class Turn:
     """One message and the answer to it; `async for` yields the session's events until the answer ends.
 
     Attributes:
-        message: The user's message, once the daemon has it; None where an answer is regenerated.
+        message: The user's message, once the daemon has it; None where an answer is regenerated or goes on.
         item: The finished answer.
         usage: Tokens of the answer.
         timings: Where its time went.
@@ -225,7 +234,10 @@ class Turn:
     """
 
     def __init__(
-        self, connection: Connection, session: Session, command: UserMessage | MessageEdit | ResponseRegenerate
+        self,
+        connection: Connection,
+        session: Session,
+        command: UserMessage | MessageEdit | ResponseRegenerate | ResponseContinue,
     ) -> None:
         self._connection = connection
         self._session = session
@@ -279,10 +291,11 @@ class Turn:
     async def _begin(self) -> int:
         """Send the command; return the `seq` from which on events may be about this turn."""
         ask, session = self._connection._ask, self._session.id
-        if isinstance(self._command, ResponseRegenerate):
+        if isinstance(self._command, ResponseRegenerate | ResponseContinue):
             created, _ = await ask(self._command, ResponseCreated, session=session)
             self._begun = created.item
             self._answer_id = created.item.id
+            self._parts = [created.item.content] if created.item.content else []
             return created.seq
         added, _ = await ask(self._command, ItemAdded, session=session)
         self._begun = self.message = added.item

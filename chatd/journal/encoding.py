@@ -66,6 +66,7 @@ class _MessageDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     key_id: str = ""
     request_class: str = "interactive"
     num_deaths: int = 0
+    num_inherited: int = 0
     log_system: str = ""
     context_from: str | None = None
 
@@ -153,6 +154,7 @@ def message_row(message: MessageRecord) -> MessageRow:
         key_id=message.key_id,
         request_class=message.request_class,
         num_deaths=message.num_deaths,
+        num_inherited=message.num_inherited,
         log_system=message.log_system,
         context_from=message.context_from,
     )
@@ -198,6 +200,7 @@ def message_record(row: MessageRow) -> MessageRecord:
         key_id=details.key_id,
         request_class=details.request_class,
         num_deaths=details.num_deaths,
+        num_inherited=details.num_inherited,
         log_system=details.log_system,
         context_from=details.context_from,
     )

@@ -92,6 +92,7 @@ class MessageRecord(msgspec.Struct, frozen=True, kw_only=True):
         key_id: Of an answer: whose key asked for it, for its usage.
         request_class: Of an answer: its place in the schedule.
         num_deaths: Of an answer in flight: engine processes that died while it ran.
+        num_inherited: Of an answer that goes on from another one: the ids that it began with.
         log_system: Of an answer that begins a log, as `sessions.conversation.Node`.
         context_from: Likewise.
     """
@@ -113,6 +114,7 @@ class MessageRecord(msgspec.Struct, frozen=True, kw_only=True):
     key_id: str = ""
     request_class: str = "interactive"
     num_deaths: int = 0
+    num_inherited: int = 0
     log_system: str = ""
     context_from: str | None = None
 

@@ -108,6 +108,15 @@ class AnswerCache:
         answers.num_bytes += answer.num_bytes
         self._expire(answers)
 
+    def erase(self, tenant: str, user: str, session: str) -> None:
+        """Forget the answers that tell of a session: it is erased."""
+        answers = self._users.get((tenant, user), _Answers())
+        for command, answer in list(answers.by_id.items()):
+            event = answer.event.result() if answer.event.done() else None
+            if event is not None and session in msgspec.json.encode(event).decode():
+                del answers.by_id[command]
+                answers.num_bytes -= answer.num_bytes
+
     def forget(self, tenant: str, user: str, command: Command) -> None:
         """Forget a command that was refused: it may be sent again under its id."""
         answers = self._users[tenant, user]

@@ -31,6 +31,7 @@ from chatd.protocol import (
     Prefill,
     RateLimitsUpdated,
     ResponseCancel,
+    ResponseContinue,
     ResponseCreated,
     ResponseRegenerate,
     SessionAttach,
@@ -40,6 +41,7 @@ from chatd.protocol import (
     SessionCreated,
     SessionDetach,
     SessionDetached,
+    SessionErase,
     SessionFork,
     SessionGet,
     SessionGot,
@@ -192,6 +194,14 @@ async def _session_close(connection: Connection, command: SessionClose) -> Event
     return SessionClosed(session=session.id, re=command.id)
 
 
+async def _session_erase(connection: Connection, command: SessionErase) -> Event | None:
+    daemon, owner = connection.daemon, connection.owner
+    session = await daemon.manager.resolve(owner, command.session)
+    erased = await daemon.manager.erase(session, re=command.id, subscriber=connection, receipt=receipt_of(command))
+    daemon.answers.erase(owner.tenant, owner.user, session.id)
+    return erased
+
+
 async def _user_message(connection: Connection, command: UserMessage) -> Event | None:
     manager = connection.daemon.manager
     return await _say(connection, command, manager.user_message)
@@ -279,6 +289,16 @@ async def _response_cancel(connection: Connection, command: ResponseCancel) -> E
     return None
 
 
+async def _response_continue(connection: Connection, command: ResponseContinue) -> Event | None:
+    daemon = connection.daemon
+    daemon.check_accepting()
+    manager = daemon.manager
+    session = await manager.resolve(connection.owner, command.session)
+    before = session.ring.head_seq
+    await _take_turn(connection, session, lambda **given: manager.go_on(session, command, connection, **given), command)
+    return _first_after(session, before, ResponseCreated, command.id)
+
+
 async def _prefill(connection: Connection, command: Prefill) -> Event | None:
     daemon = connection.daemon
     session = await daemon.manager.resolve(connection.owner, command.session)
@@ -323,10 +343,12 @@ VERBS: Mapping[type, Verb] = {
     SessionUpdate: Verb(Access.KEY, _session_update, once=True),
     SessionDetach: Verb(Access.KEY, _session_detach),
     SessionClose: Verb(Access.KEY, _session_close, once=True),
+    SessionErase: Verb(Access.KEY, _session_erase, once=True),
     SessionFork: Verb(Access.KEY, _session_fork, once=True),
     UserMessage: Verb(Access.KEY, _user_message, once=True),
     MessageEdit: Verb(Access.KEY, _message_edit, once=True),
     ResponseRegenerate: Verb(Access.KEY, _response_regenerate, once=True),
+    ResponseContinue: Verb(Access.KEY, _response_continue, once=True),
     BranchSelect: Verb(Access.KEY, _branch_select, once=True),
     ResponseCancel: Verb(Access.KEY, _response_cancel),
     Prefill: Verb(Access.KEY, _prefill),

@@ -38,7 +38,7 @@ from chatd.server.policy import owner_of
 from chatd.server.verbs import carry_out
 from chatd.tenants.quotas import TokenBucket
 
-CAPS = ("fork", "branch", "prefill", "pool.map")
+CAPS = ("fork", "branch", "continue", "erase", "context", "prefill", "pool.map")
 COMMANDS_PER_S = 200.0
 COMMANDS_BURST = 400.0
 FRAMES_BEFORE_YIELD = 64

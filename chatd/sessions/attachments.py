@@ -5,12 +5,15 @@ A connection is held from `attach` to `start`, so that the answer to its command
 
 from __future__ import annotations
 
+import msgspec
+
 from chatd.protocol import (
     AttachRole,
     SessionAttach,
     SessionAttached,
     SessionClosed,
     SessionCreated,
+    SessionErased,
     TranscriptEvent,
 )
 from chatd.sessions.engine_requests import EngineRequests
@@ -73,6 +76,14 @@ class Attachments:
         was_attached = session.close_subscriptions(SessionClosed(session=session.id), re, sender)
         if sender is not None and not was_attached:
             sender.deliver(SessionClosed(session=session.id, re=re))
+
+    def erase(self, session: Session, erased: SessionErased, sender: Subscriber | None) -> None:
+        """As `close`, for a session that is erased."""
+        for connection_id in session.connections():
+            self._forget(session, connection_id)
+        was_attached = session.close_subscriptions(msgspec.structs.replace(erased, re=None), erased.re, sender)
+        if sender is not None and not was_attached:
+            sender.deliver(erased)
 
     def _attach(
         self, session: Session, subscriber: Subscriber, role: AttachRole, replay: list[TranscriptEvent]

@@ -157,6 +157,21 @@ class ContextMaker:
         asked = _Asked(system, date, parent, messages, num_answered, max_tokens)
         return await asyncio.to_thread(self._prompt, policy, asked)
 
+    async def prompt_of(
+        self, policy: ContextPolicy, system: str | None, answer: Node, *, date: Date, max_tokens: int | None
+    ) -> Prompt:
+        """Return the prompt of an answer that goes on from this one: the same, where it is as it was and has room.
+
+        Arguments and errors as of `prompt`.
+        """
+        if not self._is_stale(answer, system):
+            asked = _Asked(system, date, answer.parent, (), len(answer.ids), max_tokens)
+            if policy == "refuse" or answer.num_tokens + self._room(asked) <= self._model().longest_prompt + 1:
+                return Prompt.of(answer)
+        return await self.prompt(
+            policy, system, answer.parent, (), date=date, max_tokens=max_tokens, num_answered=len(answer.ids)
+        )
+
     async def draft(
         self, policy: ContextPolicy, system: str | None, parent: Node | None, content: str, *, date: Date
     ) -> tuple[Node | None, list[int]]:
@@ -182,8 +197,7 @@ class ContextMaker:
 
     def _prompt(self, policy: ContextPolicy, asked: _Asked) -> Prompt:
         model, parent = self._model(), asked.parent
-        start = None if parent is None else parent.log_start
-        is_stale = start is not None and start.log_system not in ("", system_digest(asked.system))
+        is_stale = self._is_stale(parent, asked.system) or self._has_thoughts(last_answer(parent))
         if is_stale:
             asked = _with_turns(asked)
         prompt: Prompt | None = None
@@ -209,6 +223,16 @@ class ContextMaker:
         assert rebuilt.context_from is not None, "turns were dropped and nobody knows which"
         num_less = None if num_tokens is None else num_tokens - len(rebuilt.ids)
         return replace(rebuilt, dropped=Dropped(rebuilt.context_from, asked.starts[place], num_less))
+
+    @staticmethod
+    def _is_stale(node: Node | None, system: str | None) -> bool:
+        """Return whether another system prompt is in the log up to a message."""
+        start = None if node is None else node.log_start
+        return start is not None and start.log_system not in ("", system_digest(system))
+
+    def _has_thoughts(self, answer: Node | None) -> bool:
+        """Return whether an answer still has the thoughts that history has not: it was cut short and could go on."""
+        return answer is not None and answer.status == "incomplete" and self._encoder.settle(answer.ids) is not None
 
     def _room(self, asked: _Asked) -> int:
         """Return how many tokens an answer has to have room for."""
@@ -241,19 +265,20 @@ class ContextMaker:
             if not node.is_answer:
                 said.append(node.to_message())
                 continue
-            if answer is None:
-                begun = _cut_like(self._begin(asked, said), node)
-                if begun is None:
-                    return self._as_text(asked, kept, context_from)
-                ids += begun
-            elif node.log_system:
-                cut = _cut_like(self._extend(asked, said, answer), node)
+            if answer is not None and not node.log_system:
+                ids += node.prompt_ids
+            else:
+                encoded = self._begin(asked, said) if answer is None else self._extend(asked, said, answer)
+                cut = _cut_like(encoded, node)
                 if cut is None:
                     return self._as_text(asked, kept, context_from)
                 ids += cut
+            settled = self._encoder.settle(node.ids) if node.status == "incomplete" else None
+            if settled is None:
+                ids += node.ids
             else:
-                ids += node.prompt_ids
-            ids += node.ids
+                del ids[len(ids) - settled.num_prompt_ids :]
+                ids += settled.ids
             answer = node
             said = []
         said += asked.messages

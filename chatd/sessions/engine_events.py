@@ -11,6 +11,7 @@ from chatd.engine.messages import (
     Beams,
     Done,
     EngineStats,
+    Erased,
     Forked,
     LeaseId,
     LeaseLost,
@@ -160,6 +161,8 @@ class EngineEvents:
                 self._on_preempted(message)
             case Forked():
                 self._requests.on_forked(message)
+            case Erased():
+                self._requests.on_erased(message)
             case LeaseLost():
                 self._runner.on_lease_lost(message.request)
                 self._requests.on_computed(message.request, None)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from chatd.engine.messages import (
     Cancel,
     Done,
+    Erase,
+    Erased,
     Finish,
     FinishReason,
     Fork,
@@ -69,6 +71,7 @@ class EngineRequests:
         self._last_request = 0
         self._turns: dict[RequestId, Turn] = {}
         self._forks: dict[LeaseId, asyncio.Future[Forked]] = {}
+        self._erasures: dict[LeaseId, asyncio.Future[Erased]] = {}
         self._computations: dict[RequestId, Computation] = {}
 
     def turn_of(self, request: RequestId) -> Turn | None:
@@ -149,6 +152,8 @@ class EngineRequests:
                     lease.num_tokens = node.num_tokens
 
         tenant, base_len = session.owner.tenant, lease.num_tokens
+        # What was computed and is in no prompt, as thoughts, is nowhere any more.
+        self.tell(Trim(lease.id, base_len, forget=True))
         computation = Computation(tenant, lambda: log_of(node), on_done)
         # Until it has ended well, the lease counts as what it was: a submission may be refused.
         request = lease.ahead = self._compute(computation, lease.id, base_len, log_between(node, base_len))
@@ -273,6 +278,17 @@ class EngineRequests:
         if turn.request is not None:
             self.tell(Cancel(turn.request))
 
+    def roll_back(self, turn: Turn) -> None:
+        """Have the engine forget what a turn added that failed; its request is over, or was cancelled."""
+        lease, answer, first = turn.session.lease, turn.answer, turn.first_node
+        if answer is None or first is None or lease.node is not answer or lease.epoch != self.epoch:
+            return
+        length = min(common_prefix(first.parent, answer), lease.num_tokens)
+        self.tell(Trim(lease.id, length, forget=True))
+        lease.node, lease.num_tokens = first.parent, length
+        if lease.node is None:
+            self.tell(Release(lease.id))
+
     def finish(self, turn: Turn, length: int) -> None:
         """End a turn's answer where the log has `length` ids."""
         assert turn.request is not None, "an answer without a request is finished"
@@ -332,6 +348,42 @@ class EngineRequests:
         if answer is not None and not answer.done():
             answer.set_result(forked)
 
+    async def erase(self, session: Session, logs: Sequence[Sequence[int]]) -> Erased:
+        """Have the engine forget an idle session's lease and everything that it computed of these logs, in every tier.
+
+        Returns:
+            What is gone, in all.
+
+        Raises:
+            Unavailable: No engine serves, or it ended meanwhile: what is on the disk can be found by an engine only.
+        """
+        assert session.turn is None, "a busy session is erased"
+        lease = session.lease
+        self.take_back_draft(session)
+        gone = Erased(lease.id, 0, 0, 0)
+        for log in logs or ((),):
+            answer: asyncio.Future[Erased] = asyncio.get_running_loop().create_future()
+            self._erasures[lease.id] = answer
+            try:
+                self._engine.send(Erase(lease.id, session.owner.tenant, list(log)))
+                _renew(lease, lease.epoch)
+                erased = await answer
+            finally:
+                self._erasures.pop(lease.id, None)
+            gone = Erased(
+                lease.id,
+                gone.num_blocks + erased.num_blocks,
+                gone.num_host_blocks + erased.num_host_blocks,
+                gone.num_disk_blocks + erased.num_disk_blocks,
+            )
+        return gone
+
+    def on_erased(self, erased: Erased) -> None:
+        """Take in what is gone."""
+        answer = self._erasures.get(erased.lease)
+        if answer is not None and not answer.done():
+            answer.set_result(erased)
+
     def lose(self, session: Session) -> None:
         """Note that the engine has less of a lease than it was taken to hold."""
         session.lease.num_tokens = 0
@@ -367,12 +419,19 @@ class EngineRequests:
         self._computations.clear()
         for lease in self._forks:
             self.on_forked(Forked(lease, 0, 0))
+        for answer in self._erasures.values():
+            if not answer.done():
+                answer.set_exception(_no_engine())
 
     def _is_known(self, session: Session) -> bool:
         """Return whether this engine was told of a session's lease."""
         lease = session.lease
         is_given = lease.node is not None or bool(lease.draft_ids)
         return lease.epoch == self.epoch and is_given and lease.fork_of is None
+
+
+def _no_engine() -> Unavailable:
+    return Unavailable("the engine ended while it erased", code="engine_unavailable", retry_after_ms=1000)
 
 
 def _renew(lease: Lease, epoch: int) -> None:

@@ -27,11 +27,13 @@ from chatd.protocol import (
     BranchSelect,
     Item,
     MessageEdit,
+    ResponseContinue,
     ResponseRegenerate,
     SessionAttach,
     SessionAttached,
     SessionCreate,
     SessionCreated,
+    SessionErased,
     SessionFork,
     SessionInfo,
     SessionList,
@@ -46,6 +48,7 @@ from chatd.sessions.conversation import Owner, Subscriber, log_of
 from chatd.sessions.drafts import Drafts, OnCharged
 from chatd.sessions.engine_events import EngineEvents, LeaseHolder, LeaseSessions, PoolListener
 from chatd.sessions.engine_requests import EngineRequests
+from chatd.sessions.erasing import Eraser
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.model_profile import ModelProfile, draw_seed
 from chatd.sessions.native import Asked, NativeDoor
@@ -154,6 +157,9 @@ class SessionManager:
             clock=clock,
         )
         self._drafts = Drafts(self._runner.contexts, self._requests, monotonic)
+        self._eraser = Eraser(
+            self._runner, self._requests, self._store, self._attachments, self._recorder, journal, clock=clock
+        )
         self._recovery = Recovery(journal, self._recorder, self._store, self._runner, clock)
         self._door = StatelessDoor(self._runner, self._requests, self._store, limits, self.stats)
         self.public_prompts = PublicPrompts(
@@ -384,6 +390,28 @@ class SessionManager:
         await self._native.close(session, re, Asked(subscriber, receipt=receipt))
         self._drafts.forget(session)
 
+    async def erase(
+        self,
+        session: Session,
+        *,
+        re: str | None = None,
+        subscriber: Subscriber | None = None,
+        receipt: Receipt | None = None,
+    ) -> SessionErased:
+        """Remove a session from every tier and the journal; an answer in progress is cancelled first.
+
+        What forks have of it, messages and blocks, stays theirs. Everybody attached is told and detached; the sender
+        gets `session.erased` with `re`, attached or not.
+
+        Raises:
+            PermissionDenied: The sender is an observer.
+            Unavailable: `engine_unavailable`: what an engine has cannot be removed without one.
+            StorageError: The journal takes nothing; the session is there, and its KV is computed anew.
+        """
+        erased = await self._eraser.erase(session, re, subscriber, receipt)
+        self._drafts.forget(session)
+        return erased
+
     # Turns.
 
     def prefill(
@@ -468,6 +496,25 @@ class SessionManager:
         sender. Raises as `user_message`; InvalidRequest too where there is nothing to answer.
         """
         await self._native.regenerate(session, command, Asked(subscriber, key_id, request_class, receipt))
+        self._drafts.renew(session)
+
+    async def go_on(
+        self,
+        session: Session,
+        command: ResponseContinue,
+        subscriber: Subscriber | None = None,
+        *,
+        request_class: RequestClass = RequestClass.INTERACTIVE,
+        key_id: str = "",
+        receipt: Receipt | None = None,
+    ) -> None:
+        """Go on from an answer that was cut short, beside it: what `item` names, else the last one.
+
+        The new answer begins with the tokens of that one and has its parameters, seed and positions, so it becomes what
+        one longer run would have made. `response.created` has the text so far, and `usage` what comes now. Raises as
+        `regenerate`, and Conflict `not_continuable` for an answer that is complete.
+        """
+        await self._native.go_on(session, command, Asked(subscriber, key_id, request_class, receipt))
         self._drafts.renew(session)
 
     async def select_branch(

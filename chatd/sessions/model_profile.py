@@ -191,6 +191,22 @@ class ModelProfile:
         check_sampling_params(resolved, self.vocab_size)
         return resolved
 
+    def going_on(
+        self, sampling: SamplingParams, params: Params, num_prompt_tokens: int, num_answered: int
+    ) -> SamplingParams:
+        """Return the parameters of an answer that goes on: as they were, with as many more tokens as `params` ask for.
+
+        Args:
+            sampling: Of the answer so far, whose seed and positions go on.
+            params: Whose `max_tokens` is for what comes now; the model's defaults are put below it.
+            num_prompt_tokens: Before the answer.
+            num_answered: Tokens of the answer so far; with these the prompt must have passed `check_prompt`.
+        """
+        asked = params.over(self.defaults).max_tokens
+        more = [limit for limit in (asked, self.max_tokens) if limit is not None]
+        room = self.context - num_prompt_tokens
+        return msgspec.structs.replace(sampling, max_tokens=min([room, *(num_answered + limit for limit in more)]))
+
     def ends_by_context(self, params: Params, num_prompt_tokens: int, num_output_tokens: int) -> bool:
         """Return whether an answer that reached its limit reached that of the context, not one that was asked for."""
         asked = params.over(self.defaults).max_tokens

@@ -20,6 +20,7 @@ from chatd.protocol import (
     Message,
     MessageEdit,
     Params,
+    ResponseContinue,
     ResponseCreated,
     ResponseRegenerate,
     Role,
@@ -326,30 +327,62 @@ class NativeDoor:
             own = command.params or Params()
             params = msgspec.structs.replace(own.over(session.params), seed=own.seed)
 
-            def kept(begun: Begun) -> list[Change]:
-                item = Item(
-                    id=begun.answer_id,
-                    role="assistant",
-                    content="",
-                    status="in_progress",
-                    parent=answered.id,
-                    siblings=session.conversation.siblings_after(answered),
-                )
-                response = response_of(begun.answer_id)
-                event = ResponseCreated(
-                    session=session.id, seq=0, ts=self._clock(), response=response, item=item, re=command.id
-                )
-                used = self._used(
-                    session, head=begun.answer_id, num_items=answered.depth + 1, num_tokens=begun.num_tokens
-                )
-                return [used, *self._kept(asked.receipt, session.owner, event)]
+            await self._answer_again(session, answered, params, command.id, asked)
 
-            def on_accepted(turn: Turn, _added: Sequence[Node]) -> None:
-                session.emit_way_to(answered, turn.previous_head)
-                session.emit_created(turn, command.id, asked.subscriber)
-                self._reopen(session)
+    async def go_on(self, session: Session, command: ResponseContinue, asked: Asked) -> None:
+        """Go on from an answer that was cut short; see `SessionManager.go_on`."""
+        _check_writer(session, asked.subscriber)
+        check_free(session)
+        async with self._changing(session):
+            check_free(session)
+            node = session.conversation.head if command.item is None else self._item(session, command.item, "item")
+            if node is None or node.role != "assistant" or node.parent is None:
+                raise InvalidRequest("there is no answer to go on from", param="item")
+            if node.status != "incomplete" or not node.is_answer:
+                why = "is complete" if node.status == "completed" else "has no tokens any more"
+                raise Conflict(
+                    f"answer {node.id} {why}", code="not_continuable", param="item", hint="regenerate it instead"
+                )
+            self._check_text(session, node.content)
+            if session.closed:
+                self._store.check_room(session.owner)
+            params = Params(max_tokens=command.max_tokens or session.params.max_tokens)
+            await self._answer_again(session, node.parent, params, command.id, asked, goes_on=node)
 
-            await self._begin(session, [], answered, params, asked, on_accepted, kept)
+    async def _answer_again(
+        self,
+        session: Session,
+        answered: Node,
+        params: Params,
+        command_id: str | None,
+        asked: Asked,
+        goes_on: Node | None = None,
+    ) -> None:
+        """Start another answer to a message."""
+
+        def kept(begun: Begun) -> list[Change]:
+            item = Item(
+                id=begun.answer_id,
+                role="assistant",
+                content=begun.text,
+                status="in_progress",
+                parent=answered.id,
+                siblings=session.conversation.siblings_after(answered),
+                context_from=begun.prompt.context_from,
+            )
+            response = response_of(begun.answer_id)
+            event = ResponseCreated(
+                session=session.id, seq=0, ts=self._clock(), response=response, item=item, re=command_id
+            )
+            used = self._used(session, head=begun.answer_id, num_items=answered.depth + 1, num_tokens=begun.num_tokens)
+            return [used, *self._kept(asked.receipt, session.owner, event)]
+
+        def on_accepted(turn: Turn, _added: Sequence[Node]) -> None:
+            session.emit_way_to(answered, turn.previous_head)
+            session.emit_created(turn, command_id, asked.subscriber)
+            self._reopen(session)
+
+        await self._begin(session, [], answered, params, asked, on_accepted, kept, goes_on)
 
     async def _begin(
         self,
@@ -360,6 +393,7 @@ class NativeDoor:
         asked: Asked,
         on_accepted: Callable[[Turn, Sequence[Node]], None],
         also_kept: AlsoKept,
+        goes_on: Node | None = None,
     ) -> None:
         is_recoded = bool(session.recoded)
         await self._runner.begin(
@@ -372,6 +406,7 @@ class NativeDoor:
             on_accepted=on_accepted,
             also_kept=also_kept,
             key_id=asked.key_id,
+            goes_on=goes_on,
         )
         if is_recoded:
             session.tell(SessionTier(session=session.id, tier=str(session.latest.tier), why="vocabulary"))
@@ -405,6 +440,7 @@ class NativeDoor:
     async def _changing(self, session: Session) -> AsyncIterator[None]:
         """Keep everybody else from changing a session, and have its messages in memory."""
         async with session.lock:
+            session.check_there()
             await self._store.loader.load(session)
             yield
 

@@ -135,6 +135,7 @@ class Restorer:
             previous_head=answer.parent,
             key_id=record.key_id,
             record=msgspec.structs.replace(record, ids=record.ids[:0]),
+            num_inherited=record.num_inherited,
             deaths=DeathCount(record.num_deaths, len(record.ids)),
         )
         turn.text = self._text_of(turn, sampling)

@@ -16,6 +16,7 @@ import msgspec
 
 from chatd.engine.messages import LeaseId, Tier
 from chatd.engine.plan import RequestId
+from chatd.errors import NotFound
 from chatd.journal.records import MessageRecord, SessionRecord
 from chatd.protocol import (
     AttachRole,
@@ -35,6 +36,7 @@ from chatd.protocol import (
     ResponseFailed,
     ResponseIncomplete,
     SessionClosed,
+    SessionErased,
     SessionInfo,
     SessionTruncated,
     SessionUpdated,
@@ -133,6 +135,7 @@ class Session:
         self.context_policy: ContextPolicy = "refuse"
         self.closed = False
         self.turn: Turn | None = None
+        self.is_erased = False
         self.lock = asyncio.Lock()
         self.vocabulary = ""
         self.recoded: list[MessageRecord] = []
@@ -144,6 +147,15 @@ class Session:
         self._model_id = model_id
         self._context_max = context_max
         self._clock = clock
+
+    def check_there(self) -> None:
+        """Refuse a session that was erased while its lock was waited for.
+
+        Raises:
+            NotFound: In the words for one that never was.
+        """
+        if self.is_erased:
+            raise unknown_session(self.id)
 
     # What is in memory of it.
 
@@ -304,8 +316,10 @@ class Session:
         self.tell(ClientLeft(session=self.id, connection=subscriber.connection_id))
         return True
 
-    def close_subscriptions(self, closed: SessionClosed, re: str | None, sender: Subscriber | None) -> bool:
-        """Tell everybody of the close and detach them; return whether `sender` was among them."""
+    def close_subscriptions(
+        self, closed: SessionClosed | SessionErased, re: str | None, sender: Subscriber | None
+    ) -> bool:
+        """Tell everybody of the end and detach them; return whether `sender` was among them."""
         subscriptions = list(self._subscriptions.values())
         self._subscriptions.clear()
         for subscription in subscriptions:
@@ -466,6 +480,11 @@ class Session:
                 )
             )
         self.emit_usage()
+
+
+def unknown_session(session_id: str) -> NotFound:
+    """Return the error for a session that is not there, or is somebody else's: the same words for both."""
+    return NotFound(f"session {session_id[:64]!r} is not known", param="session")
 
 
 def date_of(unix_s: float) -> date:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from sys import getsizeof
 
 from chatd.engine.messages import LeaseId
-from chatd.errors import InvalidRequest, NotFound, RateLimited
+from chatd.errors import InvalidRequest, RateLimited
 from chatd.journal.records import SessionRecord
 from chatd.protocol import SessionInfo, SessionList, SessionListed
 from chatd.sessions.conversation import Conversation, Owner
@@ -25,7 +25,7 @@ from chatd.sessions.loading import SessionLoader
 from chatd.sessions.model_profile import ModelProfile
 from chatd.sessions.ports import Journal
 from chatd.sessions.recorder import Recorder
-from chatd.sessions.session import Lease, Session
+from chatd.sessions.session import Lease, Session, unknown_session
 
 MAX_SEARCHED_CHARS = 4 * 2**20
 MAX_FOUND = 1000
@@ -90,7 +90,7 @@ class SessionStore:
     def _named(self, owner: Owner, session_id: str) -> Session:
         session = self._by_owner.get(owner, {}).get(session_id)
         if session is None:
-            raise NotFound(f"session {session_id[:64]!r} is not known", param="session")
+            raise unknown_session(session_id)
         return session
 
     async def list(self, owner: Owner, command: SessionList) -> SessionListed:

@@ -76,6 +76,8 @@ def answer_record(
         created_at=created_at,
         is_answer=True,
         prompt_ids=array(ID_TYPE, prompt.ids),
+        ids=array(ID_TYPE, () if turn.text is None else turn.text.ids),
+        num_inherited=turn.num_inherited,
         sampling=sampling,
         stop_strings=turn.params.stop,
         key_id=turn.key_id,

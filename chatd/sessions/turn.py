@@ -98,6 +98,12 @@ class AnswerText:
         text = "".join(parts)
         return self._delta(text) if text else None
 
+    def begin(self, ids: Sequence[int]) -> str:
+        """Take the tokens that an answer begins with which goes on from another one; return the text they have."""
+        delta = self.push(ids)
+        self._num_uncounted = 0
+        return "" if delta is None else delta.text
+
     def flush(self) -> TextDelta | None:
         """Return what is still held back, once the answer has ended."""
         if self.is_stopped:
@@ -218,6 +224,7 @@ class Turn:
         beam: How it searches for its answer, where it does.
         others: What the search found beside the answer.
         dropped: What its context has left out that the one before had.
+        num_inherited: Tokens of the answer that it goes on from, which were asked for before.
         key_id: Whose key asked for it.
         record: The answer as the journal has it, in progress; None where it is not kept.
         is_ending: Its end is being made durable, or is over.
@@ -249,6 +256,7 @@ class Turn:
     beam: BeamSearch | None = None
     others: list[OtherAnswer] = field(default_factory=list)
     dropped: Dropped | None = None
+    num_inherited: int = 0
     key_id: str = ""
     record: MessageRecord | None = None
     is_ending: bool = False

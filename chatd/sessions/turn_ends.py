@@ -187,21 +187,24 @@ class TurnEnds:
         assert text is not None and answer is not None, "a turn without an answer is finished"  # noqa: PT018
         if reason is FinishReason.STOP and text.ids and self.is_foreign_stop(text.ids[-1]):
             text.ids.pop()
-        num_prompt_tokens = answer.num_tokens
+        # What it goes on from was asked for, and charged, before.
+        num_prompt_tokens, num_output = answer.num_tokens + turn.num_inherited, len(text.ids) - turn.num_inherited
+        completed = reason in (FinishReason.STOP, FinishReason.STOP_STRING)
         num_cached = min(done.num_cached_tokens if done is not None else turn.num_cached_tokens, num_prompt_tokens)
         prompt_ids, ids = answer.prompt_ids, text.ids
-        num_held = num_prompt_tokens + len(ids)
-        settled = self._encoder.settle(text.ids)
+        num_held = answer.num_tokens + len(ids)
+        # What was cut short may go on, so it keeps its thoughts until something else is said.
+        settled = self._encoder.settle(text.ids) if completed else None
         if settled is not None:
             # History has no thoughts, so what comes after them is computed again.
             prompt_ids = prompt_ids[: len(prompt_ids) - settled.num_prompt_ids]
             ids = array(ID_TYPE, settled.ids)
             num_held = answer.num_tokens_before + len(prompt_ids)
         return _Ending(
-            reason=self.name_of(turn, reason, num_prompt_tokens, len(text.ids)),
-            status="completed" if reason in (FinishReason.STOP, FinishReason.STOP_STRING) else "incomplete",
-            usage=Usage.of(num_prompt_tokens, num_cached, len(text.ids)),
-            timings=timings_of(turn, done.timings if done is not None else None, len(text.ids)),
+            reason=self.name_of(turn, reason, num_prompt_tokens, num_output),
+            status="completed" if completed else "incomplete",
+            usage=Usage.of(num_prompt_tokens, num_cached, num_output),
+            timings=timings_of(turn, done.timings if done is not None else None, num_output),
             prompt_ids=prompt_ids,
             ids=ids,
             num_held=num_held,
@@ -238,6 +241,7 @@ class TurnEnds:
             return
         session = turn.session
         assert turn.first_node is not None, "a turn without a message fails"
+        self._requests.roll_back(turn)
         try:
             session.conversation.remove_from(turn.first_node, turn.previous_head)
         finally:

@@ -43,6 +43,7 @@ class Begun:
         prompt: Before the answer.
         sampling: Resolved.
         num_tokens: Length of the log up to where the answer begins.
+        text: That the answer begins with, where it goes on from another one.
     """
 
     messages: Sequence[tuple[str, Message]]
@@ -50,6 +51,7 @@ class Begun:
     prompt: Prompt
     sampling: SamplingParams
     num_tokens: int
+    text: str = ""
 
 
 AlsoKept = Callable[[Begun], Sequence[Change]]
@@ -135,11 +137,13 @@ class TurnRunner:
         key_id: str = "",
         beam: BeamSearch | None = None,
         num_samples: int = 1,
+        goes_on: Node | None = None,
     ) -> Turn:
         """Start the session's one turn: the messages are added after `parent`, and an answer is on its way.
 
         `params` are all there are: those of the session are not looked at. With `beam` the answer is searched for. Of
-        `num_samples` answers this is the first; `begin_sample` must follow for each of the others.
+        `num_samples` answers this is the first; `begin_sample` must follow for each of the others. With `goes_on` it
+        begins with that answer's tokens and has its parameters, and `params` say how many more are wanted.
 
         Returns when the turn is durable, together with what `also_kept` gives, and its request is submitted.
         `on_accepted` is called in the same step of the loop, before anything of the answer can come. Nothing has
@@ -176,15 +180,8 @@ class TurnRunner:
         session.turn = turn
         self._num_by_owner[owner] += num_samples
         try:
-            prompt = await self.contexts.prompt(
-                session.context_policy,
-                session.conversation.system,
-                parent,
-                messages,
-                date=session.date,
-                max_tokens=params.max_tokens,
-            )
-            begun = self._check(turn, parent, messages, prompt)
+            prompt = await self._prompt(turn, parent, messages, goes_on)
+            begun = self._check(turn, parent, messages, prompt, goes_on)
             if self._recorder.keeps(session):
                 # Before the engine has it: a refusal then needs nothing undone, and no token waits for the journal.
                 await self._keep(turn, parent, begun, also_kept)
@@ -237,9 +234,27 @@ class TurnRunner:
         """Give up answers that were to follow a first one and will not begin."""
         self._ends.uncount(owner, count)
 
-    def _check(self, turn: Turn, parent: Node | None, messages: Sequence[Message], prompt: Prompt) -> Begun:
+    async def _prompt(
+        self, turn: Turn, parent: Node | None, messages: Sequence[Message], goes_on: Node | None
+    ) -> Prompt:
+        session, wanted = turn.session, turn.params.max_tokens
+        policy, system = session.context_policy, session.conversation.system
+        if goes_on is not None:
+            return await self.contexts.prompt_of(policy, system, goes_on, date=session.date, max_tokens=wanted)
+        return await self.contexts.prompt(policy, system, parent, messages, date=session.date, max_tokens=wanted)
+
+    def _check(
+        self,
+        turn: Turn,
+        parent: Node | None,
+        messages: Sequence[Message],
+        prompt: Prompt,
+        goes_on: Node | None = None,
+    ) -> Begun:
         """Check that it fits, and name what is added."""
         num_prompt_tokens = prompt.num_tokens(parent)
+        if goes_on is not None:
+            return self._check_going_on(turn, prompt, num_prompt_tokens, goes_on)
         self.model.check_prompt(num_prompt_tokens)
         sampling = self.model.resolve(turn.params, num_prompt_tokens, draw=self._draw)
         if turn.beam is not None:
@@ -247,6 +262,17 @@ class TurnRunner:
         named = [(self._new_id("msg"), message) for message in messages]
         prompt = prompt.named(named[0][0]) if named else prompt
         return Begun(named, answer_of(turn.response), prompt, sampling, num_prompt_tokens)
+
+    def _check_going_on(self, turn: Turn, prompt: Prompt, num_prompt_tokens: int, goes_on: Node) -> Begun:
+        """As `_check`, for an answer that begins with the tokens of another one."""
+        num_answered = turn.num_inherited = len(goes_on.ids)
+        assert goes_on.sampling is not None, "an answer without its parameters"
+        self.model.check_prompt(num_prompt_tokens + num_answered)
+        sampling = self.model.going_on(goes_on.sampling, turn.params, num_prompt_tokens, num_answered)
+        turn.params = Params(stop=goes_on.stop_strings, max_tokens=turn.params.max_tokens)
+        turn.text = self.text_of(turn, sampling)
+        begun_with = turn.text.begin(goes_on.ids)
+        return Begun((), answer_of(turn.response), prompt, sampling, num_prompt_tokens, begun_with)
 
     async def _keep(self, turn: Turn, parent: Node | None, begun: Begun, also_kept: AlsoKept | None) -> None:
         """Make the beginning of a turn durable."""
@@ -268,7 +294,8 @@ class TurnRunner:
     ) -> None:
         """Change the conversation and submit; does not await."""
         conversation = turn.session.conversation
-        turn.text = self.text_of(turn, begun.sampling)
+        if turn.text is None:
+            turn.text = self.text_of(turn, begun.sampling)
         added: list[Node] = []
         last = parent
         for message_id, message in begun.messages:
@@ -284,6 +311,8 @@ class TurnRunner:
             log_system=begun.prompt.log_system,
             context_from=begun.prompt.context_from,
         )
+        if begun.text:
+            answer.append_text(begun.text)
         turn.answer, turn.first_node = answer, added[0] if added else answer
         if turn.decided is None:
             try:

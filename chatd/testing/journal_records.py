@@ -79,6 +79,7 @@ def make_answer(
         stop_strings=("END",),
         key_id="key_1",
         num_deaths=0 if ended else 1,
+        num_inherited=2,
         log_system="9f86d081884c7d65",
         context_from="m1",
     )

@@ -44,7 +44,7 @@ class ScriptedDaemon(ScriptedTurns):
         scripts: Sequence[Script] = (Script(),),
         *,
         key: str | None = None,
-        caps: Sequence[str] = ("fork", "branch", "pool.map"),
+        caps: Sequence[str] = ("fork", "branch", "continue", "erase", "context", "prefill", "pool.map"),
         frame_bytes: int = p.MIN_FRAME_BYTES,
         port: int = 0,
     ) -> None:
@@ -230,6 +230,7 @@ class ScriptedDaemon(ScriptedTurns):
             case p.SessionCreate():
                 session = ScriptedSession(f"ses_{next(self._ids)}", command.title or "", command.system)
                 session.params = command.params
+                session.context_policy = command.context_policy or "refuse"
                 session.items += [self._item(m.role, m.content, session) for m in command.messages]
                 self.sessions[session.id] = session
                 self._attached[socket].add(session.id)
@@ -256,13 +257,32 @@ class ScriptedDaemon(ScriptedTurns):
             case p.SessionClose():
                 session = self._find(command.session)
                 await self._broadcast(session, p.SessionClosed(session=session.id, re=command.id))
+            case p.SessionErase():
+                session = self._find(command.session)
+                del self.sessions[session.id]
+                receipt = p.EraseReceipt(
+                    messages=len(session.items),
+                    shared_messages=0,
+                    tokens=100,
+                    blocks=7,
+                    host_blocks=0,
+                    disk_blocks=0,
+                    journal_bytes=4000,
+                )
+                await self._broadcast(session, p.SessionErased(session=session.id, receipt=receipt, re=command.id))
+            case p.Prefill():
+                session = self._find(command.session)
+                tokens = len(command.content or "") // 4
+                for re in (command.id, None):
+                    state = p.PrefillState(session=session.id, tokens=tokens, computed=re is None, re=re)
+                    await self._reply(socket, state)
             case p.SessionFork():
                 created = self._fork(command)
                 self._attached[socket].add(created.session.id)
                 await self._reply(socket, created, command)
             case p.UserMessage() | p.MessageEdit():
                 await self._user_message(command)
-            case p.ResponseRegenerate():
+            case p.ResponseRegenerate() | p.ResponseContinue():
                 await self._regenerate(command)
             case p.BranchSelect():
                 session = self._free(command.session)

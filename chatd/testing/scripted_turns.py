@@ -95,12 +95,17 @@ class ScriptedTurns(ABC):
         self._answers[command.id or ""] = await self._emit(session, added)
         self._begin(session, item, shown)
 
-    async def _regenerate(self, command: p.ResponseRegenerate) -> None:
+    async def _regenerate(self, command: p.ResponseRegenerate | p.ResponseContinue) -> None:
         session = self._free(command.session)
         target = session.node(command.item) if command.item else session.items[-1]
         asked = target if target.role == "user" else session.node(target.parent or "")
+        begun = ""
+        if isinstance(command, p.ResponseContinue):
+            if target.status != "incomplete":
+                raise Conflict("the answer is complete", code="not_continuable")
+            begun = target.content
         shown = list(session.items)
-        self._begin(session, asked, shown, re=command.id)
+        self._begin(session, asked, shown, re=command.id, begun=begun)
 
     def _free(self, ident: str) -> ScriptedSession:
         session = self._find(ident)
@@ -109,23 +114,37 @@ class ScriptedTurns(ABC):
         return session
 
     def _begin(
-        self, session: ScriptedSession, asked: p.Item, shown: Sequence[p.Item], *, re: str | None = None
+        self,
+        session: ScriptedSession,
+        asked: p.Item,
+        shown: Sequence[p.Item],
+        *,
+        re: str | None = None,
+        begun: str = "",
     ) -> None:
         """Answer a message by the next script; `shown` is back if that fails."""
         session.response = f"res_{next(self._ids)}"
         session.cancelled = False
         script = self._scripts[min(self._num_answers, len(self._scripts) - 1)]
         self._num_answers += 1
-        work = self._respond(session, script, asked, shown, re)
+        work = self._respond(session, script, asked, shown, re, begun)
         session.task = asyncio.get_running_loop().create_task(work)
 
     async def _respond(
-        self, session: ScriptedSession, script: Script, asked: p.Item, shown: Sequence[p.Item], re: str | None
+        self,
+        session: ScriptedSession,
+        script: Script,
+        asked: p.Item,
+        shown: Sequence[p.Item],
+        re: str | None,
+        begun: str,
     ) -> None:
         response = session.response or ""
         for kind, fields in script.before:
             await self._broadcast(session, kind(session=session.id, **fields))
-        item = p.Item(id=f"itm_{next(self._ids)}", role="assistant", content="", status="in_progress", parent=asked.id)
+        item = p.Item(
+            id=f"itm_{next(self._ids)}", role="assistant", content=begun, status="in_progress", parent=asked.id
+        )
         session.put(item)
         item = session.with_siblings(item)
         created = p.ResponseCreated(session=session.id, seq=0, ts=NOW, response=response, item=item, re=re)

@@ -28,6 +28,8 @@ from chatd.engine.messages import (
     Cancel,
     Done,
     EngineMessage,
+    Erase,
+    Erased,
     Finish,
     FinishReason,
     Fork,
@@ -151,7 +153,7 @@ class ScriptedEngine:
     def send(self, message: FrontMessage) -> None:
         """Take a message; what it causes is delivered at the next step."""
         if self.ready is None:
-            if isinstance(message, Submit | Fork):
+            if isinstance(message, Submit | Fork | Erase):
                 raise Unavailable("the engine is restarting", code="engine_unavailable", retry_after_ms=1000)
             return
         self.sent.append(message)
@@ -167,6 +169,9 @@ class ScriptedEngine:
                 self._outbox.append(Forked(message.new_lease, shared, -(-shared // BLOCK_SIZE)))
             case Release():
                 self.leases.pop(message.lease, None)
+            case Erase():
+                held = self.leases.pop(message.lease, [])
+                self._outbox.append(Erased(message.lease, -(-len(held) // BLOCK_SIZE), 0, 0))
             case Cancel():
                 self._end(message.request, FinishReason.CANCELLED)
             case Finish():

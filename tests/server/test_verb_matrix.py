@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from chatd.protocol import COMMANDS, Error, ItemAdded, Message, UserMessage, encode
+from chatd.protocol import COMMANDS, Error, ItemAdded, Message, Params, ResponseIncomplete, UserMessage, encode
 from chatd.server.policy import Access, PolicyError, check_verbs
 from chatd.server.verbs import VERBS
 from chatd.sessions.limits import SessionLimits
@@ -16,7 +16,13 @@ MORE_FIELDS: dict[str, dict[str, Any]] = {
     "user.message": {"content": "hi", "respond": False},
     "message.edit": {"content": "hi", "respond": False},
 }
-ITEM_FIELDS = {"message.edit": "item", "response.regenerate": "item", "branch.select": "leaf", "session.fork": "at"}
+ITEM_FIELDS = {
+    "message.edit": "item",
+    "response.regenerate": "item",
+    "response.continue": "item",
+    "branch.select": "leaf",
+    "session.fork": "at",
+}
 """What names a message of the session."""
 WITH_SESSION = [command for command in COMMANDS if "session" in command.__struct_fields__]
 TAGS = {command: str(command.__struct_config__.tag) for command in COMMANDS}
@@ -73,6 +79,9 @@ async def test_a_foreign_session_is_as_unknown_as_one_that_does_not_exist(start,
             if TAGS[command] in ITEM_FIELDS:
                 refused = await bob.ask(build(command, own, "i", "msg_of_another"))
                 assert refused.error.param == ITEM_FIELDS[TAGS[command]]
+            if TAGS[command] == "response.continue":
+                await bob.ask(UserMessage(id="m", session=own, content="hi", params=Params(max_tokens=2)))
+                item = (await bob.until(ResponseIncomplete))[-1].item.id
             answer = await bob.ask(build(command, own, "c", item))
             assert not isinstance(answer, Error), answer
 
@@ -101,6 +110,23 @@ async def test_a_deleted_session_is_as_unknown_as_one_that_never_was(start, comm
         gone = (await create(bob)).session.id
         close = next(command for command in COMMANDS if TAGS[command] == "session.close")
         await bob.ask(build(close, gone, "close"))
+        unknown = "ses_" + "0" * 20
+        answers = [await bob.ask(build(command, session, f"c{i}")) for i, session in enumerate((gone, unknown))]
+        bodies = {encode(answer).replace(gone, "S").replace(unknown, "S") for answer in answers}
+        assert answers[0].error.code == "not_found"
+        assert len({body.replace('"c0"', '"c"').replace('"c1"', '"c"') for body in bodies}) == 1
+
+
+@pytest.mark.parametrize("command", WITH_SESSION, ids=TAGS.get)
+async def test_an_erased_session_is_as_unknown_as_one_that_never_was(start, command) -> None:
+    async with start() as running, running.chat() as bob:
+        gone = (await create(bob, title="canary", messages=(Message(role="user", content="canary"),))).session.id
+        await bob.until(ItemAdded)
+        erase = next(command for command in COMMANDS if TAGS[command] == "session.erase")
+        erased = await bob.ask(build(erase, gone, "erase"))
+        assert erased.receipt.messages == 1
+        again = await bob.ask(build(erase, gone, "erase"))
+        assert again == erased, "the receipt may be asked for again"
         unknown = "ses_" + "0" * 20
         answers = [await bob.ask(build(command, session, f"c{i}")) for i, session in enumerate((gone, unknown))]
         bodies = {encode(answer).replace(gone, "S").replace(unknown, "S") for answer in answers}

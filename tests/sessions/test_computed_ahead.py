@@ -8,6 +8,7 @@ from chatd.protocol import Params, SessionCreate, UserMessage
 from chatd.sessions.manager import Owner, Session, SessionManager
 from chatd.sessions.prompt_encoder import SettledAnswer
 from chatd.testing.sessions import (
+    TURN_END,
     ByteChatEncoder,
     CoreEngine,
     RecordingSubscriber,
@@ -27,9 +28,10 @@ class ThinkingEncoder(ByteChatEncoder):
         return SettledAnswer(0, list(answer_ids[NUM_THOUGHTS:]))
 
 
-async def begun(engine, **options) -> tuple[SessionManager, Session, RecordingSubscriber]:
-    manager = make_manager(engine, encoder=ThinkingEncoder(), **options)
-    session = await manager.create(ANN, SessionCreate(params=Params(ignore_eos=True)))
+async def begun(engine, *, max_tokens: int) -> tuple[SessionManager, Session, RecordingSubscriber]:
+    """Begin a turn whose answer the model ends with its last token: one that is cut short keeps its thoughts."""
+    manager = make_manager(engine, encoder=ThinkingEncoder(), max_tokens=max_tokens)
+    session = await manager.create(ANN, SessionCreate(params=Params(min_tokens=max_tokens - 1)))
     connection = RecordingSubscriber()
     manager.created(session, connection)
     manager.start(session, connection)
@@ -53,7 +55,7 @@ def usage_of(connection: RecordingSubscriber) -> protocol.Usage:
 
 @pytest.mark.parametrize("max_tokens", [12, 24, 41])
 async def test_the_next_turn_computes_only_what_is_new(max_tokens: int) -> None:
-    engine = CoreEngine()
+    engine = CoreEngine(answer_ids=[TURN_END])
     manager, session, connection = await begun(engine, max_tokens=max_tokens)
     engine.run()
     connection.take()
@@ -68,7 +70,7 @@ async def test_the_next_turn_computes_only_what_is_new(max_tokens: int) -> None:
 
 
 async def test_it_has_the_lowest_priority_and_is_charged_to_no_turn() -> None:
-    engine = CoreEngine()
+    engine = CoreEngine(answer_ids=[TURN_END])
     manager, session, _ = await begun(engine, max_tokens=24)
     engine.run()
     ahead = [message for message in engine.sent if getattr(message, "compute_only", False)]
@@ -80,7 +82,7 @@ async def test_it_has_the_lowest_priority_and_is_charged_to_no_turn() -> None:
 
 async def test_the_next_turn_ends_it_wherever_it_is() -> None:
     for num_steps in range(5):
-        engine = CoreEngine(max_num_batched_tokens=8)
+        engine = CoreEngine(answer_ids=[TURN_END], max_num_batched_tokens=8)
         manager, session, connection = await begun(engine, max_tokens=41)
         run_to_end_of_turn(engine, session)
         connection.take()
@@ -99,7 +101,7 @@ async def test_the_next_turn_ends_it_wherever_it_is() -> None:
 
 
 async def test_a_session_that_is_closed_meanwhile_leaves_nothing() -> None:
-    engine = CoreEngine(max_num_batched_tokens=8)
+    engine = CoreEngine(answer_ids=[TURN_END], max_num_batched_tokens=8)
     manager, session, _ = await begun(engine, max_tokens=41)
     run_to_end_of_turn(engine, session)
     assert session.lease.ahead is not None
@@ -113,7 +115,7 @@ async def test_a_session_that_is_closed_meanwhile_leaves_nothing() -> None:
 
 async def test_an_engine_that_dies_or_loses_the_lease_meanwhile_is_given_the_whole_log() -> None:
     for kind in ("die", "lose"):
-        engine = ScriptedEngine(lambda _log: encode_text("x" * 20))
+        engine = ScriptedEngine(lambda _log: [*encode_text("x" * 20), TURN_END])
         manager, session, _ = await begun(engine, max_tokens=24)
         while session.turn is not None:
             engine.step()
@@ -130,7 +132,7 @@ async def test_an_engine_that_dies_or_loses_the_lease_meanwhile_is_given_the_who
 
 
 async def test_a_refused_computation_leaves_the_lease_as_it_was() -> None:
-    engine = ScriptedEngine(lambda _log: encode_text("x" * 20))
+    engine = ScriptedEngine(lambda _log: [*encode_text("x" * 20), TURN_END])
     manager, session, _ = await begun(engine, max_tokens=24)
     while session.turn is not None:
         engine.step()

@@ -14,7 +14,11 @@ from chatd_tui.commands import Context, Typed, as_typed, find, key_name, parse, 
 from chatd_tui.export import as_json, as_markdown, code_blocks, write_new
 from chatd_tui.widgets.versions import leaf_at, marker
 
-ALL = Context(connected=True, caps=frozenset({"fork", "branch", "pool.map"}), exists=True)
+ALL = Context(
+    connected=True,
+    caps=frozenset({"fork", "branch", "continue", "erase", "context", "prefill", "pool.map"}),
+    exists=True,
+)
 
 
 def available(context: Context) -> set[str]:
@@ -60,13 +64,15 @@ def test_every_message_can_be_typed(message: str) -> None:
 def test_what_cannot_be_done_says_why() -> None:
     assert available(ALL) == {command.name for command in COMMANDS}
     old = replace(ALL, caps=frozenset())
-    assert available(ALL) - available(old) == {"fork", "edit", "regenerate", "branch"}
+    new = {"fork", "edit", "regenerate", "branch", "continue", "erase", "context", "typeahead"}
+    assert available(ALL) - available(old) == new
     assert find(COMMANDS, "fork").unavailable(old) == "this daemon is too old for that"
     answering = replace(ALL, answering=True)
-    assert available(ALL) - available(answering) == {"edit", "regenerate", "branch"}
+    assert available(ALL) - available(answering) == {"edit", "regenerate", "branch", "continue"}
     watching = replace(ALL, observer=True)
     assert available(ALL) - available(watching) == {
-        *("fork", "edit", "regenerate", "branch", "stop", "rename", "pin", "archive", "system", "set")
+        *("fork", "edit", "regenerate", "branch", "stop", "rename", "pin", "archive", "system", "set"),
+        *("continue", "erase", "context", "typeahead"),
     }
     assert {"help", "quit", "copy", "connect"} <= available(Context())
     assert find(COMMANDS, "pool").unavailable(Context()) == "there is no connection to the daemon yet"

@@ -12,7 +12,7 @@ from chatd.errors import EngineError
 from chatd.testing.scripted_daemon import Script, ScriptedDaemon
 from chatd_tui.app import ChatApp
 from chatd_tui.screens.found import FoundScreen
-from chatd_tui.screens.help import HelpScreen
+from chatd_tui.screens.help import ConfirmScreen, HelpScreen
 from chatd_tui.screens.pool import PoolScreen
 from chatd_tui.views import ItemView
 from chatd_tui.widgets.status import StatusView
@@ -213,9 +213,8 @@ async def test_what_is_set_before_the_first_message_holds_from_it_on(
         assert texts(app)[:2] == ["Be [brief].", "hi"]
         await wait_until(lambda: app.chat.title_bar.view.session == "First")
         await type_line(pilot, "/system other")
-        await wait_until(
-            lambda: app.chat.status == StatusView("error", "the system prompt is fixed", "start a new session")
-        )
+        await wait_until(lambda: texts(app)[:1] == ["other"])
+        assert app.chat.status == StatusView("notice", "the system prompt is set", "it holds from the next answer on")
         await type_line(pilot, "/set")
         assert app.chat.status.text == "no parameter is set"
 
@@ -418,3 +417,108 @@ async def test_another_branch_keeps_the_place_that_is_read(
         await pilot.pause()
         assert transcript.scroll_y == 70
         assert [view.id for view in transcript.views()] == ["q", "a", "c", "d"]
+
+
+async def test_an_answer_that_was_stopped_goes_on_beside_itself(make_app: MakeApp, wait_until) -> None:
+    daemon = ScriptedDaemon([Script(deltas=["one ", "two"], manual=True), Script(deltas=["three"])])
+    async with daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=SIZE) as pilot:
+            await wait_until(connected(app))
+            await type_line(pilot, "count")
+            await wait_until(lambda: app.conversation.busy)
+            daemon.release()
+            await wait_until(lambda: texts(app)[-1:] == ["one "])
+            await pilot.press("escape")
+            await wait_until(idle(app, 2))
+            await type_line(pilot, "/continue")
+            await wait_until(lambda: texts(app)[-1:] == ["one three"] and not app.conversation.busy)
+            assert app.chat.transcript.views()[-1].siblings.index == 2
+            await type_line(pilot, "/continue")
+            await wait_until(lambda: app.chat.status.text == "the answer is complete")
+
+
+async def test_a_conversation_is_erased_once_that_is_confirmed(
+    counting: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    async with counting as daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=SIZE) as pilot:
+            await talk(app, pilot, wait_until, "a secret")
+            session = app.link.session
+            for key in ("n", "y"):
+                assert session in daemon.sessions
+                await type_line(pilot, "/erase")
+                await wait_until(lambda: isinstance(app.screen, ConfirmScreen))
+                await pilot.press(key)
+                await wait_until(lambda: app.screen is app.chat)
+            await wait_until(lambda: session not in daemon.sessions)
+            await wait_until(lambda: app.chat.status == StatusView("notice", "erased: 2 messages, 7 blocks of memory"))
+            assert (texts(app), app.link.session) == ([], None)
+            await talk(app, pilot, wait_until, "another")
+            assert app.link.session in daemon.sessions
+
+
+async def test_what_is_typed_is_told_only_while_type_ahead_is_on(
+    counting: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    def drafts() -> list[str | None]:
+        return [command.content for command in daemon.commands if isinstance(command, p.Prefill)]
+
+    async with counting as daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=SIZE) as pilot:
+            await talk(app, pilot, wait_until, "hello")
+            composer = app.chat.composer
+            composer.load_text("nobody reads this before it is sent")
+            await pilot.pause(0.3)
+            assert drafts() == []
+            await type_line(pilot, "/typeahead on")
+            await wait_until(lambda: app.typing_ahead.is_on)
+            composer.load_text("this is read while it is typed")
+            await wait_until(lambda: drafts() == ["this is read while it is typed"])
+            await wait_until(lambda: composer.border_subtitle == "type-ahead · 7 tokens ready")
+            composer.load_text("/rename a command is nobody else's business")
+            await wait_until(lambda: drafts()[1:] == [None])
+            await type_line(pilot, "/typeahead off")
+            await wait_until(lambda: not app.typing_ahead.is_on)
+            assert not composer.border_subtitle
+
+
+async def test_a_full_contexts_policy_is_shown_and_set(counting: ScriptedDaemon, make_app: MakeApp, wait_until) -> None:
+    async with counting as daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=SIZE) as pilot:
+            await wait_until(connected(app))
+            await type_line(pilot, "/context drop-oldest")
+            await talk(app, pilot, wait_until, "hello")
+            session = daemon.sessions[app.link.session]
+            assert session.context_policy == "drop_oldest"
+            await type_line(pilot, "/context refuse")
+            await wait_until(lambda: session.context_policy == "refuse")
+            await type_line(pilot, "/context never")
+            await wait_until(lambda: "neither refuse nor drop-oldest" in app.chat.status.text)
+            await type_line(pilot, "/context")
+            await wait_until(lambda: app.chat.status.text == "where the context is full, a message is refused")
+
+
+async def test_messages_that_are_out_of_the_context_are_marked(make_app: MakeApp, wait_until) -> None:
+    daemon = ScriptedDaemon([Script(deltas=["hello"])])
+    async with daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=SIZE) as pilot:
+            await talk(app, pilot, wait_until, "one", "two")
+            session = daemon.sessions[app.link.session]
+            first = session.items[2].id
+            last = p.Item(
+                id="itm_x", role="assistant", content="", status="in_progress", parent=first, context_from=first
+            )
+            truncated = p.SessionTruncated(session=session.id, seq=0, ts=0.0, kept_from=first, dropped_items=2)
+            await daemon._emit(session, truncated)
+            await wait_until(lambda: "2 older messages left out of it" in app.chat.status.text)
+            await daemon._emit(session, p.ResponseCreated(session=session.id, seq=0, ts=0.0, response="r", item=last))
+            messages = app.chat.transcript._messages
+            out = [True, True, False, False]
+            await wait_until(lambda: [message.has_class("-out") for message in messages()] == out)
+            assert [bool(message.border_title) for message in messages()] == [False, False, True, False]
+            await pilot.pause()

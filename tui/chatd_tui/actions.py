@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chatd.errors import ChatdError, InvalidRequest
-from chatd.protocol import Params
+from chatd.protocol import ContextPolicy, Params
 from chatd_tui import settings, status_text
 from chatd_tui.clean import clean_line
 from chatd_tui.clipboard import MAX_OSC52_BYTES, save_copy
@@ -69,6 +69,13 @@ class Actions:
         item = selected.id if selected is not None and selected.role != "system" else None
         self._say("asking again", kind="busy")
         self._start(self._app.link.regenerate(item, params))
+
+    async def go_on(self, _: str) -> None:
+        """Go on from an answer that was cut short."""
+        selected = self._app.chat.transcript.selected
+        item = selected.id if selected is not None and selected.role == "assistant" else None
+        self._say("going on", kind="busy")
+        self._start(self._app.link.go_on(item))
 
     async def branch(self, argument: str) -> None:
         """Show the version before or after."""
@@ -192,6 +199,52 @@ class Actions:
         self._say(done)
         await self._app.link.refresh_sessions()
 
+    async def erase(self, _: str) -> None:
+        """Remove the conversation for good, once that is confirmed."""
+        info = self._app.link.info
+        title = clean_line(info.title, 80) if info is not None and info.title else "this conversation"
+        self._app.ask(
+            "Erase this conversation and everything that was kept of it? It cannot be brought back.",
+            title,
+            "erase it",
+            lambda: self._start(self._erase()),
+        )
+
+    async def _erase(self) -> None:
+        receipt = await self._app.link.erase()
+        await self._app.open_session(None)
+        self._app.chat.status = status_text.erased(receipt)
+        await self._app.link.refresh_sessions()
+
+    async def context(self, argument: str) -> None:
+        """Show or set what becomes of a turn that does not fit."""
+        link = self._app.link
+        policies: dict[str, ContextPolicy] = {"refuse": "refuse", "drop-oldest": "drop_oldest"}
+        if not argument:
+            policy = link.info.context_policy if link.info is not None else link.draft.context_policy or "refuse"
+            self._say(status_text.CONTEXT_POLICIES[policy])
+            return
+        chosen = policies.get(argument)
+        if chosen is None:
+            self._say(f"{clean_line(argument, 40)!r} is neither refuse nor drop-oldest", kind="warning")
+        elif self._app.context.exists:
+            self._start(self._update(status_text.CONTEXT_POLICIES[chosen], context_policy=chosen))
+        else:
+            link.draft = replace(link.draft, context_policy=chosen)
+            self._say(status_text.CONTEXT_POLICIES[chosen])
+
+    async def typeahead(self, argument: str) -> None:
+        """Turn type-ahead on or off."""
+        typing = self._app.typing_ahead
+        if argument not in ("", "on", "off"):
+            self._say(f"{clean_line(argument, 40)!r} is neither on nor off", kind="warning")
+            return
+        typing.turn(not typing.is_on if not argument else argument == "on", self._app.chat.composer.text)
+        if typing.is_on:
+            self._say("type-ahead is on: what you type is read before you send it", "/typeahead off stops that")
+        else:
+            self._say("type-ahead is off")
+
     async def system(self, argument: str) -> None:
         """Show or set the system prompt."""
         link = self._app.link
@@ -207,7 +260,7 @@ class Actions:
     async def _set_system(self, system: str) -> None:
         info = await self._app.link.update(system=system)
         await self._app.open_session(info.id)
-        self._say("the system prompt is set")
+        self._say("the system prompt is set", "it holds from the next answer on")
 
     async def set(self, argument: str) -> None:
         """Show or set parameters."""

@@ -18,6 +18,7 @@ from chatd.protocol import (
     AttachRole,
     Error,
     Hello,
+    PrefillState,
     RateLimitsUpdated,
     ResponseCompleted,
     ResponseIncomplete,
@@ -37,9 +38,10 @@ from chatd_tui.link import DaemonLink
 from chatd_tui.palette import CommandProvider
 from chatd_tui.screens.chat import ChatScreen
 from chatd_tui.screens.found import FoundScreen
-from chatd_tui.screens.help import HelpScreen, LinkScreen
+from chatd_tui.screens.help import ConfirmScreen, HelpScreen, LinkScreen
 from chatd_tui.screens.pool import PoolScreen
 from chatd_tui.theme import CHATD
+from chatd_tui.typing_ahead import TypingAhead
 from chatd_tui.views import MeterView, SessionRow
 from chatd_tui.widgets.status import StatusView, TitleView
 from chatd_tui.widgets.welcome import WelcomeView
@@ -75,6 +77,8 @@ class ChatApp(App[None]):
         self.chat.composer.suggest = self._suggest
         self.link = DaemonLink(url, key, self.post_message)
         self.conversation = Conversation(self.chat, self._draw_meter)
+        self.typing_ahead = TypingAhead(self.link.type_ahead, self._show_type_ahead)
+        self.chat.composer.typed = self.typing_ahead.changed
         self._actions = Actions(self, copies or state_dir())
         self._hello: Hello | None = None
         self._phase = ConnectionPhase.CONNECTING
@@ -126,6 +130,9 @@ class ChatApp(App[None]):
         if message.session != self.link.session:
             return
         event = message.event
+        if isinstance(event, PrefillState):
+            self.typing_ahead.show(event)
+            return
         if isinstance(event, SessionUpdated):
             self._sessions = [event.info if info.id == event.info.id else info for info in self._sessions]
             self._draw_sessions()
@@ -284,6 +291,7 @@ class ChatApp(App[None]):
 
     async def open_session(self, session: str | None, role: AttachRole = "writer") -> None:
         """Show a session, or a new one for None."""
+        self.typing_ahead.forget()
         await self.conversation.clear(empty=session is None)
         self.chat.close_overlay()
         self.chat.composer.focus()
@@ -346,7 +354,14 @@ class ChatApp(App[None]):
         self._interrupted_at = now
         self.chat.status = StatusView("notice", "press Ctrl+C once more to quit", "answers in progress go on")
 
+    def ask(self, question: str, about: str, verb: str, then: Callable[[], None]) -> None:
+        """Have something confirmed before it is done."""
+        self.push_screen(ConfirmScreen(question, about, verb), lambda yes: then() if yes else None)
+
     # Drawing.
+
+    def _show_type_ahead(self, text: str) -> None:
+        self.chat.composer.border_subtitle = text or None
 
     def show_error(self, error: ChatdError) -> None:
         """Say why something was not done."""

@@ -20,7 +20,9 @@ from chatd.protocol import (
     ResponseQueued,
     ResponseResumed,
     SessionClosed,
+    SessionErased,
     SessionTier,
+    SessionTruncated,
     SessionUsage,
     Snapshot,
 )
@@ -137,6 +139,11 @@ class Conversation:
                 told = status_text.moved(event)
                 if told is not None and chat.status.kind == "idle":
                     chat.status = told
+            case SessionTruncated():
+                chat.status = status_text.truncated(event)
+            case SessionErased():
+                self.busy = False
+                chat.status = StatusView("notice", "this conversation was erased", "a message begins a new one")
             case SessionClosed():
                 chat.status = StatusView("notice", "this conversation's memory was released", "its text stays")
             case _:

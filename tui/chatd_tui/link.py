@@ -13,7 +13,18 @@ from textual.message import Message
 
 from chatd.client import Client, ConnectionPhase, ConnectionState, Session
 from chatd.errors import ChatdError, InvalidRequest, NotFound
-from chatd.protocol import AttachRole, Event, Hello, Item, Params, SessionAttached, SessionCreated, SessionInfo
+from chatd.protocol import (
+    AttachRole,
+    ContextPolicy,
+    EraseReceipt,
+    Event,
+    Hello,
+    Item,
+    Params,
+    SessionAttached,
+    SessionCreated,
+    SessionInfo,
+)
 from chatd_tui.clean import clean_line
 from chatd_tui.messages import (
     ConnectionChanged,
@@ -37,6 +48,7 @@ class Draft:
     title: str | None = None
     system: str | None = None
     params: Params = field(default_factory=Params)
+    context_policy: ContextPolicy | None = None
 
 
 class DaemonLink:
@@ -140,6 +152,29 @@ class DaemonLink:
         """Have another answer beside `item`, else beside the last one."""
         await (await self._attached()).regenerate(item, params=params).send()
 
+    async def go_on(self, item: str | None) -> None:
+        """Go on from an answer that was cut short, `item` or the last one."""
+        await (await self._attached()).continue_(item).send()
+
+    async def erase(self) -> EraseReceipt:
+        """Remove the session on the screen and everything that was kept of it."""
+        session = (await self._attached()).id
+        receipt = await self._connected_client().erase_session(session)
+        if self._session == session:
+            self._session = None
+        return receipt
+
+    def type_ahead(self, text: str | None, after_s: float) -> None:
+        """Have what is typed computed ahead, unless more is typed before `after_s` are over; None takes it back."""
+        self._start("type-ahead", self._type_ahead(text, after_s))
+
+    async def _type_ahead(self, text: str | None, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        # It is refused where the message would be, and then that tells why.
+        with contextlib.suppress(ChatdError):
+            if self._session is not None and self._role == "writer":
+                await (await self._attached()).prefill(text)
+
     async def select_branch(self, leaf: str) -> None:
         """Show the branch that ends at a message."""
         await (await self._attached()).select_branch(leaf)
@@ -226,7 +261,10 @@ class DaemonLink:
             if self._session is None:
                 draft = self.draft
                 session = await client.create_session(
-                    title=draft.title or clean_line(text, TITLE_LENGTH), system=draft.system, params=draft.params
+                    title=draft.title or clean_line(text, TITLE_LENGTH),
+                    system=draft.system,
+                    params=draft.params,
+                    context_policy=draft.context_policy,
                 )
                 self._session = session.id
                 self._start("follow", self._follow(session.id))
@@ -254,14 +292,18 @@ class DaemonLink:
                 else:
                     self._post(SessionNews(session, event))
         except ChatdError as error:
-            if isinstance(error, NotFound) and self._session == session:
+            if isinstance(error, NotFound) and self._session == session and error.error_code != "erased":
                 self._session = None
                 error = NotFound(
                     "the daemon no longer has this conversation",
                     code=error.error_code,
                     hint="the next message begins a new one",
                 )
-            if error.error_code not in ("detached", "client_closed"):
+            if error.error_code == "erased":
+                if self._session == session:
+                    self._session = None
+                await self.refresh_sessions()
+            elif error.error_code not in ("detached", "client_closed"):
                 self._post(Refused(error))
 
     async def _watch_pool(self, hz: float, detail: Any, cells: int) -> None:

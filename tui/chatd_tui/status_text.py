@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from chatd.client import ConnectionPhase, ConnectionState
-from chatd.protocol import SessionCreated, SessionTier, Snapshot
+from chatd.protocol import ContextPolicy, EraseReceipt, SessionCreated, SessionTier, SessionTruncated, Snapshot
 from chatd_tui.clean import clean_line
 from chatd_tui.views import WAIT_REASONS, short_number
 from chatd_tui.widgets.status import StatusView
@@ -12,6 +12,10 @@ ANSWERING = StatusView("busy", "answering", "Esc stops it")
 THINKING = StatusView("busy", "thinking", "Esc stops it")
 SET_ASIDE = StatusView("busy", "set aside for want of memory", "it goes on by itself")
 WATCHING = StatusView("notice", "you watch this conversation", "/watch to take part")
+CONTEXT_POLICIES: dict[ContextPolicy, str] = {
+    "refuse": "where the context is full, a message is refused",
+    "drop_oldest": "where the context is full, the oldest messages are left out of it",
+}
 _TIER_WHYS = {"pressure": "for want of memory", "policy": "to make room", "restart": "as the daemon restarted"}
 _TIER_MOVES = {
     "host": ("moved to host memory", "the next turn brings it back"),
@@ -64,6 +68,21 @@ def forked(created: SessionCreated) -> StatusView:
     blocks = f"{short_number(created.shared_blocks)} block{'' if created.shared_blocks == 1 else 's'}"
     copied = "the last one is copied by who goes on first" if created.copies_on_write else "nothing is copied"
     return StatusView("notice", f"forked: {tokens} in {blocks} are shared", copied)
+
+
+def truncated(event: SessionTruncated) -> StatusView:
+    """Say that older messages are out of the context."""
+    number = f"{short_number(event.dropped_items)} older message{'' if event.dropped_items == 1 else 's'}"
+    return StatusView("busy", f"the context was full: {number} left out of it", "they stay in the conversation")
+
+
+def erased(receipt: EraseReceipt) -> StatusView:
+    """Say what was erased."""
+    number = f"{short_number(receipt.messages)} message{'' if receipt.messages == 1 else 's'}"
+    num_blocks = receipt.blocks + receipt.host_blocks + receipt.disk_blocks
+    blocks = f"{short_number(num_blocks)} block{'' if num_blocks == 1 else 's'} of memory"
+    shared = f"{receipt.shared_messages} stay, which forks have too" if receipt.shared_messages else ""
+    return StatusView("notice", f"erased: {number}, {blocks}", shared)
 
 
 def progress(snapshot: Snapshot) -> StatusView:

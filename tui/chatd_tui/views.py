@@ -55,6 +55,7 @@ class ItemView:
         note: A dim line under it: how it ended and what it took.
         trouble: Whether the note tells of one.
         siblings: Which version of how many it is, where there are several.
+        context_from: Of an answer: the first message that was in its context, where older ones were left out.
     """
 
     id: str
@@ -64,6 +65,7 @@ class ItemView:
     note: str = ""
     trouble: bool = False
     siblings: Siblings | None = None
+    context_from: str | None = None
 
     @classmethod
     def of(cls, item: Item, usage: Usage | None = None, timings: Timings | None = None) -> ItemView:
@@ -72,7 +74,8 @@ class ItemView:
         if item.role == "assistant" and item.status != "in_progress":
             note, trouble = ending(item, usage or item.usage, timings or item.timings)
         siblings = item.siblings if item.siblings is not None and item.siblings.count > 1 else None
-        return cls(item.id, item.role, clean(item.content), item.status != "in_progress", note, trouble, siblings)
+        done = item.status != "in_progress"
+        return cls(item.id, item.role, clean(item.content), done, note, trouble, siblings, item.context_from)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""All keys and commands, and the question before a link is opened."""
+"""All keys and commands, and the questions before a link is opened or something is removed."""
 
 from __future__ import annotations
 
@@ -90,39 +90,54 @@ class HelpScreen(ModalScreen[None]):
         self.dismiss()
 
 
-class LinkScreen(ModalScreen[bool]):
+class ConfirmScreen(ModalScreen[bool]):
+    """Asks before something is done; y does it.
+
+    Args:
+        question: In a line.
+        about: What it is about; cleaned.
+        verb: What y does.
+    """
+
+    DEFAULT_CSS = """
+    ConfirmScreen {
+        align: center middle;
+        & > Vertical {
+            width: 76; max-width: 100%; height: auto; padding: 1 3; border: round $warning; background: $surface;
+        }
+        & Static { height: auto; }
+        & #about { margin: 1 0; color: $primary; text-style: bold; }
+    }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "answer(True)", "Yes"),
+        Binding("n,escape,enter", "answer(False)", "Leave it"),
+    ]
+
+    def __init__(self, question: str, about: str, verb: str) -> None:
+        super().__init__()
+        self._question = question
+        self._about = about
+        self._verb = verb
+
+    def compose(self) -> ComposeResult:
+        """Lay out."""
+        with Vertical():
+            yield Static(self._question, markup=False)
+            yield Static(Content(self._about), id="about", markup=False)
+            yield Static(Content.assemble(("y", "bold"), f" {self._verb}   ", ("n", "bold"), " leave it"), markup=False)
+
+    def action_answer(self, yes: bool) -> None:
+        """Give the answer."""
+        self.dismiss(yes)
+
+
+class LinkScreen(ConfirmScreen):
     """Shows where a link leads and asks whether to open it.
 
     Args:
         href: Cleaned; exactly what would be opened.
     """
 
-    DEFAULT_CSS = """
-    LinkScreen {
-        align: center middle;
-        & > Vertical {
-            width: 76; max-width: 100%; height: auto; padding: 1 3; border: round $warning; background: $surface;
-        }
-        & Static { height: auto; }
-        & #href { margin: 1 0; color: $primary; text-style: bold; }
-    }
-    """
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("y", "answer(True)", "Open"),
-        Binding("n,escape,enter", "answer(False)", "Leave it"),
-    ]
-
     def __init__(self, href: str) -> None:
-        super().__init__()
-        self._href = href
-
-    def compose(self) -> ComposeResult:
-        """Lay out."""
-        with Vertical():
-            yield Static("Open this address in the browser?", markup=False)
-            yield Static(Content(self._href), id="href", markup=False)
-            yield Static(Content.assemble(("y", "bold"), " open   ", ("n", "bold"), " leave it"), markup=False)
-
-    def action_answer(self, yes: bool) -> None:
-        """Give the answer."""
-        self.dismiss(yes)
+        super().__init__("Open this address in the browser?", href, "open")

@@ -30,6 +30,7 @@ class Composer(TextArea):
 
     Attributes:
         suggest: What a begun command can become.
+        typed: Takes the text with each change, unless another message is edited here.
         editing: The message that is edited here.
     """
 
@@ -61,12 +62,15 @@ class Composer(TextArea):
         self._select = select
         self._draft = ""
         self.suggest: Callable[[str], Sequence[Suggestion]] = lambda _: ()
+        self.typed: Callable[[str], None] = lambda _: None
         self.editing: str | None = None
 
     def on_text_area_changed(self) -> None:
         """Be as high as the text, and offer commands."""
         self._fit()
         self._offer()
+        if self.editing is None:
+            self.typed(self.text)
 
     def _offer(self) -> None:
         begun = self.document.line_count == 1 and self.document.get_line(0).startswith("/")

@@ -40,6 +40,9 @@ class Earlier(Static):
         self.screen.query_one(Transcript).show_earlier()
 
 
+OUT_OF_CONTEXT = "what is above is out of the context"
+
+
 class Transcript(VerticalScroll, inherit_bindings=False):
     """Draws `ItemView`s.
 
@@ -51,6 +54,8 @@ class Transcript(VerticalScroll, inherit_bindings=False):
     DEFAULT_CSS = """
     Transcript { height: 1fr; padding: 1 1 0 1; scrollbar-size-vertical: 1; }
     Transcript.-empty { align: center middle; }
+    Transcript .-out { text-style: dim; }
+    Transcript .-in-context { border-top: dashed $line; border-title-color: $muted; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up", "select(-1)", show=False),
@@ -96,6 +101,7 @@ class Transcript(VerticalScroll, inherit_bindings=False):
         with self.app.batch_update():
             await self.remove_children()
             await self.mount_all(widgets or [Welcome(self.welcome)])
+            self._mark_context()
         self.anchor(bool(widgets))
 
     async def branch(self, parent: str | None, items: Sequence[ItemView]) -> None:
@@ -136,11 +142,24 @@ class Transcript(VerticalScroll, inherit_bindings=False):
             for message in gone:
                 await message.remove()
             await self.mount_all(added)
+            self._mark_context()
             if lost_selection:
                 first = next((widget for widget in added if isinstance(widget, UserMessage | AnswerMessage)), None)
                 self.select(first.item_id if first else None)
         if (said and not gone) or (begun and at_end):
             self.anchor()
+
+    def _mark_context(self) -> None:
+        """Show from which message on the conversation is in the context of what comes next."""
+        views = self.views()
+        first = next((view.context_from for view in reversed(views) if view.context_from), None)
+        is_out = first is not None and any(view.id == first for view in views)
+        for message in self._messages():
+            is_first = message.item_id == first
+            is_out = is_out and not is_first
+            message.set_class(is_out, "-out")
+            message.set_class(is_first, "-in-context")
+            message.border_title = OUT_OF_CONTEXT if is_first else None
 
     # The selected message.
 

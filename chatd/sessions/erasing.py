@@ -1,0 +1,126 @@
+"""Removes a session: what an engine has of it in any tier, what the journal has, and the session itself.
+
+In this order, so that what cannot be finished can be begun again: an engine that is not there refuses before anything
+is lost, and a journal that takes nothing leaves a session whose KV is computed when it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from chatd.errors import PermissionDenied, StorageError
+from chatd.journal.records import Erased
+from chatd.protocol import EraseReceipt, SessionErased
+from chatd.sessions.attachments import Attachments
+from chatd.sessions.conversation import Conversation, Node, log_of
+from chatd.sessions.engine_requests import EngineRequests
+from chatd.sessions.events import Subscriber
+from chatd.sessions.ports import Journal
+from chatd.sessions.recorder import Receipt, Recorder
+from chatd.sessions.session import Session
+from chatd.sessions.store import SessionStore
+from chatd.sessions.turns import TurnRunner
+
+
+class Eraser:
+    """Erases sessions.
+
+    Args:
+        runner: Ends the answer in progress.
+        requests: Have the engine forget.
+        store: Has the sessions.
+        attachments: Knows who listens.
+        recorder: Commits for all sessions.
+        journal: Forgets.
+        clock: Gives Unix seconds.
+    """
+
+    def __init__(
+        self,
+        runner: TurnRunner,
+        requests: EngineRequests,
+        store: SessionStore,
+        attachments: Attachments,
+        recorder: Recorder,
+        journal: Journal,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._runner = runner
+        self._requests = requests
+        self._store = store
+        self._attachments = attachments
+        self._recorder = recorder
+        self._journal = journal
+        self._clock = clock
+
+    async def erase(
+        self, session: Session, re: str | None, subscriber: Subscriber | None, receipt: Receipt | None
+    ) -> SessionErased:
+        """Remove a session; see `SessionManager.erase`."""
+        if subscriber is not None and session.role_of(subscriber) == "observer":
+            raise PermissionDenied("this connection is attached as an observer", code="observer")
+        while True:
+            while (turn := session.turn) is not None:
+                self._runner.cancel(turn)
+                await turn.ended.wait()
+            async with session.lock:
+                session.check_there()
+                await self._store.loader.load(session)
+                if session.turn is None:  # Else it began while the lock was waited for.
+                    return await self._erase(session, re, subscriber, receipt)
+
+    async def _erase(
+        self, session: Session, re: str | None, subscriber: Subscriber | None, receipt: Receipt | None
+    ) -> SessionErased:
+        owner = session.owner
+        gone = await self._requests.erase(session, logs_of(session.conversation))
+        kept = self._count(session)
+        if self._recorder.keeps(session):
+            # What is owed of it would be written after it is gone.
+            await self._recorder.commit(())
+            kept = await self._journal.erase(session.id)
+        session.is_erased = True
+        erased = SessionErased(
+            session=session.id,
+            receipt=EraseReceipt(
+                messages=kept.messages,
+                shared_messages=kept.shared_messages,
+                tokens=kept.tokens,
+                blocks=gone.num_blocks,
+                host_blocks=gone.num_host_blocks,
+                disk_blocks=gone.num_disk_blocks,
+                journal_bytes=kept.num_bytes,
+            ),
+            re=re,
+        )
+        if receipt is not None and self._recorder.keeps(session):
+            answer = receipt.of(owner, erased, self._clock())
+            try:
+                await self._recorder.commit([answer])
+            except StorageError:
+                self._recorder.owe([answer])
+        self._attachments.erase(session, erased, subscriber)
+        self._store.drop(session)
+        return erased
+
+    def _count(self, session: Session) -> Erased:
+        """Return what goes with a session that no journal keeps."""
+        others = [
+            other.conversation
+            for other in self._store.by_lease.values()
+            if other is not session and other.owner == session.owner and other.is_loaded
+        ]
+        nodes = list(session.conversation)
+        own = [node for node in nodes if not any(other.get(node.id) is node for other in others)]
+        num_tokens = sum(len(node.prompt_ids) + len(node.ids) for node in own)
+        return Erased(messages=len(own), shared_messages=len(nodes) - len(own), tokens=num_tokens, num_bytes=0)
+
+
+def logs_of(conversation: Conversation) -> list[Sequence[int]]:
+    """Return every log that a conversation's answers had: of each branch, and those that were put together anew."""
+    followed = {node.parent for node in conversation}
+    ends: list[Node | None] = [node for node in conversation if node not in followed]
+    ends += [node.parent for node in conversation if node.log_system]
+    logs = {tuple(log_of(end)) for end in ends}
+    return [log for log in sorted(logs) if log]
