@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
-from chatd.config import Settings, cache_dir, parse_bytes, state_dir
+from chatd.config import Settings, cache_dir, journal_directory, parse_bytes
 from chatd.engine.client import EngineClient
 from chatd.engine.messages import Ready
 from chatd.engine.options import EngineOptions, TenantShare
@@ -107,7 +108,7 @@ class Backend:
         if settings.journal.enabled:
             # Before anything large: another daemon may have it.
             daemon.report("opening the journal", 0.0)
-            self._journal = await asyncio.to_thread(Journal.open, journal_dir(settings))
+            self._journal = await open_journal(settings, time.time())
             daemon.usage = self._journal.usage
         files = await _in_daemon_thread(lambda: self._resolve(settings.model.name, daemon.report))
         engine = self._engine = self._make_engine(options_of(files))
@@ -193,10 +194,29 @@ async def _in_daemon_thread(work: Callable[[], T]) -> T:
     return await future
 
 
-def journal_dir(settings: Settings) -> Path:
-    """Return the directory of the journal."""
-    directory = settings.journal.directory
-    return state_dir() / "journal" if directory is None else directory.expanduser().absolute()
+def retention_of(settings: Settings) -> tuple[dict[str, float], float | None]:
+    """Return for how many days sessions are kept, by tenant and of the others; None is for ever."""
+    named = {name: tenant.retention_days for name, tenant in settings.tenants.items()}
+    return {name: days for name, days in named.items() if days is not None}, settings.journal.retention_days
+
+
+async def open_journal(settings: Settings, now: float) -> Journal:
+    """Return the journal, without the sessions that are kept no longer.
+
+    Raises:
+        ConfigError: Another process has it, or the directory cannot be used.
+        StorageError: It cannot be written.
+    """
+    journal = await asyncio.to_thread(Journal.open, journal_directory(settings))
+    days, default_days = retention_of(settings)
+    try:
+        expired = await journal.expire(now, days, default_days) if days or default_days is not None else []
+    except BaseException:
+        await journal.close()
+        raise
+    if expired:
+        logger.info("journal.expired", sessions=len(expired))
+    return journal
 
 
 def vocabulary_digest(folder: Path, encoder: PromptEncoder) -> str:

@@ -23,10 +23,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
-from chatd.config import Settings
+from chatd.config import Settings, journal_directory
 from chatd.engine.client import EngineClient
 from chatd.journal.journal import Journal
-from chatd.server.backend import Backend, journal_dir, session_limits
+from chatd.server.backend import Backend, session_limits
 from chatd.server.daemon import Daemon
 from chatd.server.logging import configure_logging
 from chatd.server.serve import serve_async
@@ -59,7 +59,7 @@ class ToyBackend:
     async def load(self) -> None:
         """Open the daemon."""
         if self._settings.journal.enabled:
-            self._journal = await asyncio.to_thread(Journal.open, journal_dir(self._settings))
+            self._journal = await asyncio.to_thread(Journal.open, journal_directory(self._settings))
             self._daemon.usage = self._journal.usage
         engine = TickingCore(pace_s=self._pace_s, num_blocks=1024, answer_ids=encode_text(LETTERS))
         profile = ModelProfile(

@@ -6,8 +6,10 @@ import pytest
 
 from chatd.config import Settings
 from chatd.errors import ConfigError
-from chatd.server.backend import load_encoder, public_prompts, session_limits
+from chatd.journal.records import SaveSession
+from chatd.server.backend import load_encoder, open_journal, public_prompts, retention_of, session_limits
 from chatd.sessions.manager import PublicPrompt
+from chatd.testing.journal_records import make_session
 
 
 def test_bounds_reach_the_sessions() -> None:
@@ -63,3 +65,20 @@ def test_a_prompt_as_large_as_is_allowed_is_taken(tmp_path: Path) -> None:
     file.write_bytes(b"x" * 1024 + b"\r\n")
     settings = Settings(public_prompts={"shop": {"file": file}}, sessions={"max_content_bytes": 1024})
     assert public_prompts(settings) == [PublicPrompt("shop", "x" * 1024)]
+
+
+async def test_a_journal_is_opened_without_what_is_kept_no_longer(tmp_path: Path) -> None:
+    settings = Settings(
+        journal={"directory": tmp_path / "journal", "retention_days": 3},
+        tenants={"lab": {"retention_days": 30}, "acme": {"weight": 2}},
+    )
+    assert retention_of(settings) == ({"lab": 30.0}, 3.0)
+    journal = await open_journal(settings, 0.0)
+    for tenant in ("acme", "lab"):
+        for name, day in (("old", 1), ("new", 8)):
+            session = make_session(f"{tenant}-{name}", tenant=tenant, updated_at=86400.0 * day)
+            await journal.commit([SaveSession(session)])
+    await journal.close()
+    journal = await open_journal(settings, 86400.0 * 10)
+    assert sorted(session.id for session in await journal.sessions()) == ["acme-new", "lab-new", "lab-old"]
+    await journal.close()
