@@ -92,8 +92,8 @@ class RealEngine:
         )
         self.core: EngineCore
         self.core, self.ready = build_engine(engine_options, time.perf_counter, lambda _phase, _progress: None)
-        self.runner = CountingRunner(self.core._runner)
-        self.core._runner = self.runner
+        self.runner = CountingRunner(self.core.pipeline.runner)
+        self.core.pipeline.runner = self.runner
         self.submitted_s: dict[int, float] = {}
         self.first_token_s: dict[int, float] = {}
         self.last_token_s: dict[int, float] = {}

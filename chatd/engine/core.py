@@ -81,6 +81,7 @@ class EngineCore:
         max_entries_per_key: Of the prefix index.
 
     Attributes:
+        pipeline: Runs the plans.
         is_checked: `idle` has copied down what there is room for, and looked over everything since.
     """
 
@@ -106,14 +107,14 @@ class EngineCore:
         self.is_shutting_down = False
         self._eraser = Eraser(self.kv, self.leases, self.scheduler.moves)
         self._reporter = Reporter(self.scheduler, config.waiting_interval_s)
-        self._pipeline = Pipeline(config, self.scheduler, runner, clock, self._reporter)
+        self.pipeline = Pipeline(config, self.scheduler, runner, clock, self._reporter)
         self._checking: Iterator[None] | None = None
         self.is_checked = False
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to compute."""
-        return bool(self.scheduler.requests) or self._pipeline.is_busy
+        return bool(self.scheduler.requests) or self.pipeline.is_busy
 
     def handle(self, message: FrontMessage, now: float) -> list[EngineMessage]:
         """Do what the front asks, between two steps; never raises on what a message says."""
@@ -155,18 +156,18 @@ class EngineCore:
             DeviceFault: The engine cannot go on.
         """
         self._restart_checks()
-        self._pipeline.step(now)
+        self.pipeline.step(now)
         self._reporter.mark_changed()
         return self._drain(now, planned=True)
 
     def idle(self, now: float) -> list[EngineMessage]:
         """Return what is due, after a slice of copying down or of checking the invariants; for an idle engine."""
-        if self._pipeline.is_busy:
+        if self.pipeline.is_busy:
             self._restart_checks()
-            self._pipeline.settle(now)
+            self.pipeline.settle(now)
         if self.scheduler.moves.has_chores and not self.scheduler.requests:
             self._restart_checks()
-            self._pipeline.copy_down(now)
+            self.pipeline.copy_down(now)
             return self._drain(now)
         if self._checking is None:
             self._checking = invariants.slices(self.scheduler)
@@ -183,7 +184,7 @@ class EngineCore:
 
     def close(self) -> None:
         """End with what is open: a step is waited for, and the disk writes in its time what it was given."""
-        self._pipeline.close()
+        self.pipeline.close()
         if self.tiers.disk is not None:
             self.tiers.disk.close()
 

@@ -54,6 +54,9 @@ class Pipeline:
         runner: Executes them; with two steps in flight a `PipelinedRunner`.
         clock: Seconds; stamps starts and ends.
         reporter: Is told what is counted.
+
+    Attributes:
+        runner: As given.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class Pipeline:
         reporter: Reporter,
     ) -> None:
         self._scheduler = scheduler
-        self._runner = runner
+        self.runner = runner
         self._clock = clock
         self._reporter = reporter
         self._launch: Callable[[Plan], StepInFlight] | None = None
@@ -109,7 +112,7 @@ class Pipeline:
         if plan is None:
             return
         try:
-            output = self._runner.execute(plan)
+            output = self.runner.execute(plan)
         except DeviceFault:
             raise
         except Exception:
@@ -140,12 +143,12 @@ class Pipeline:
         if plan is None:
             return
         try:
-            output = self._runner.execute(plan)
+            output = self.runner.execute(plan)
         except DeviceFault:
             raise
         except Exception as error:
             self._scheduler.discard(plan)
-            self._recover(plan, error, now)
+            self._recover(plan, error, now, is_retry=bool(self._suspects))
         else:
             self._commit(plan, output, now, started)
             if self._suspects:
@@ -196,11 +199,11 @@ class Pipeline:
 
     # A step that failed.
 
-    def _recover(self, plan: Plan, error: Exception, now: float) -> None:
-        """Decide how the requests of a discarded step are tried again."""
+    def _recover(self, plan: Plan, error: Exception, now: float, *, is_retry: bool = False) -> None:
+        """Decide how the requests of a discarded step are tried again; `is_retry`: they were the last suspects."""
         self._reporter.count_failed_step()
         if not plan.chunks or not isinstance(error, StepTooLarge | MemoryError):
-            self._isolate(plan, error, now)
+            self._isolate(plan, error, now, is_retry=is_retry)
             return
         self._reporter.count_oversized_step()
         num_rows, rows = plan.num_tokens, self._scheduler.rows
@@ -213,17 +216,16 @@ class Pipeline:
                 del self._lone_failures[culprit]
                 self._fail(plan, error, now)
 
-    def _isolate(self, plan: Plan, error: Exception, now: float) -> None:
+    def _isolate(self, plan: Plan, error: Exception, now: float, *, is_retry: bool) -> None:
         """Halve the requests of a failed step until the culprit fails alone, and that not for the first time."""
         planned = [chunk.request_id for chunk in plan.chunks]
-        was_suspect = bool(self._suspects)
-        if was_suspect:
+        if is_retry:
             self._suspects.pop()
         if not planned:
             # It only moved blocks. What it loaded is forgotten, and what it stored is not tried again.
             _log.warning("step %d failed with nothing to compute", plan.step, exc_info=error)
             return
-        if len(planned) > 1 or not was_suspect:
+        if len(planned) > 1 or not is_retry:
             middle = len(planned) // 2
             self._suspects += [group for group in (planned[middle:], planned[:middle]) if group]
             _log.warning("step %d failed with %d requests, retrying apart", plan.step, len(planned), exc_info=error)

@@ -674,6 +674,8 @@ class Witness:
         if done.error_code in ("unavailable", "context_length_exceeded"):
             # Nothing of the submission was done; the lease still has what this turn would have replaced.
             session.cut(job.submit.base_len)
+            if job.is_started and job.trim_to is not None:
+                session.cut(job.trim_to)  # A search that had begun: its lease is cut as at any end.
             self._replies.append(Trim(session.lease, job.submit.base_len))
         else:
             assert done.num_output_tokens == len(session.token_ids) - job.num_prompt, "I17: usage is not what was kept"

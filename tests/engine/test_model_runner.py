@@ -197,8 +197,14 @@ def test_the_fake_and_the_real_runner_are_given_the_same_plans(load_tiny, real_e
         (130, submit(13, 13, 0, list(range(230, 310)), max_tokens=220)),
     ]
     config = {"num_blocks": 30, "max_num_batched_tokens": 64, "max_num_seqs": 4}
-    real = real_engine(load_tiny("fp16"), config, wrap=lambda runner: Recorder(runner, step_seconds))
-    recorded = real.core._runner
+    made = []
+
+    def record(runner):
+        made.append(Recorder(runner, step_seconds))
+        return made[-1]
+
+    real = real_engine(load_tiny("fp16"), config, wrap=record)
+    (recorded,) = made
     said = drive(real.core, real.clock, script)
 
     fake = real_engine(real.model, config)

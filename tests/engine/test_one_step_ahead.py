@@ -381,6 +381,18 @@ def test_the_culprit_of_a_failure_is_found_with_nothing_else_in_flight(quiet):
         assert engine.outputs[request] == EngineHarness().generate(1, [request] * 3, params=sampling_params(9))
 
 
+def test_a_step_that_fails_after_the_launch_behind_it_failed_is_tried_again_as_any(quiet):
+    engine = ahead()
+    engine.submit(1, [1, 2, 3], params=sampling_params(9))
+    engine.step(2)
+    engine.submit(2, [4, 5, 6], params=sampling_params(9))
+    engine.runner.fails_launch = engine.runner.raise_next = True
+    engine.step()
+    assert engine.core.stats().num_failed_steps == 2
+    engine.run()
+    assert {done.reason for done in engine.done.values()} == {FinishReason.MAX_OUTPUT_TOKENS}
+
+
 def test_logits_that_are_not_finite_fail_their_request_and_void_its_next_row(quiet):
     engine = ahead()
     for request in (1, 2):
@@ -493,7 +505,7 @@ def test_an_error_of_memory_that_python_raises_is_too_large_as_well(quiet):
             raise failure
         return launch(plan)
 
-    engine.core._pipeline._launch = failing_once
+    engine.core.pipeline._launch = failing_once
     assert engine.generate(1, range(20)) == EngineHarness().generate(1, range(20))
     assert engine.core.stats().num_oversized_steps == 1
 

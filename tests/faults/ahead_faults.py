@@ -141,6 +141,14 @@ AHEAD_FAULTS = (
         TEST_AHEAD + "a_step_that_fails_takes_the_one_behind_it_along",
     ),
     fault(
+        "a step is taken for the retry of a launch that failed behind it",
+        "a request fails for the first error that its step has",
+        PIPELINE,
+        "            self._isolate(plan, error, now, is_retry=is_retry)\n",
+        "            self._isolate(plan, error, now, is_retry=bool(self._suspects))\n",
+        TEST_AHEAD + "a_step_that_fails_after_the_launch_behind_it_failed_is_tried_again_as_any",
+    ),
+    fault(
         "a request fails when its row is too large once",
         "an answer is lost because of those beside it",
         PIPELINE,
