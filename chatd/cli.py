@@ -142,6 +142,7 @@ def serve(
     threads: Annotated[int | None, typer.Option(help="Threads of the CPU backend.")] = None,
     log_level: Annotated[LogLevel | None, typer.Option(help="Least severe event that is logged.")] = None,
     decision_log: Annotated[Path | None, typer.Option(help="File for the engine's decisions (chatd replay).")] = None,
+    no_journal: Annotated[bool, typer.Option("--no-journal", help="Keep nothing across restarts.")] = False,
     until_stdin_closes: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Serve a model to everybody who has a key."""
@@ -151,6 +152,7 @@ def serve(
         "server.port": port,
         "server.keys_file": keys_file,
         "server.allow_anonymous_loopback": no_auth or None,
+        "journal.enabled": False if no_journal else None,
         "server.tls_cert": tls_cert,
         "server.tls_key": tls_key,
         "server.behind_proxy": behind_proxy,

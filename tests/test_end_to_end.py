@@ -20,7 +20,7 @@ from openai import OpenAI
 
 from chatd.client import Client
 from chatd.local_daemon import LocalDaemon, readiness
-from chatd.protocol import Params, ResponseCompleted
+from chatd.protocol import OutputTextDelta, Params, ResponseCompleted
 from chatd.tenants.keys import create_key
 
 pytestmark = pytest.mark.model
@@ -48,10 +48,12 @@ def wait_until(
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     address = f"http://127.0.0.1:{free_port()}"
-    log = tmp_path_factory.mktemp("serve") / "serve.log"
-    with LocalDaemon(address, ["--no-auth", "--kv-memory", "256MiB"], log_path=log) as daemon:
-        daemon.wait_ready(lambda phase, done: None)
-        yield address
+    folder = tmp_path_factory.mktemp("serve")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(folder))
+        with LocalDaemon(address, ["--no-auth", "--kv-memory", "256MiB"], log_path=folder / "serve.log") as daemon:
+            daemon.wait_ready(lambda phase, done: None)
+            yield address
 
 
 def engine_of(url: str) -> psutil.Process:
@@ -153,6 +155,40 @@ async def test_an_answer_goes_on_when_its_engine_is_killed_and_is_what_it_would_
         assert again
 
 
+async def test_an_answer_goes_on_when_the_daemon_is_killed_and_is_what_it_would_have_been(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = Params(max_tokens=40, temperature=0.8, seed=5, ignore_eos=True)
+    async with Client.connect(url) as client:
+        calm = (await client.create_session()).say("Write a story.", params=params)
+        async for _ in calm:
+            pass
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    address = f"http://127.0.0.1:{free_port()}"
+    arguments, log = ["--no-auth", "--kv-memory", "64MiB"], tmp_path / "serve.log"
+    first = LocalDaemon(address, arguments, log_path=log)
+    first.start()
+    first.wait_ready(lambda phase, done: None)
+    async with Client.connect(address, wait_s=60.0) as client:
+        killed = (await client.create_session()).say("Write a story.", params=params)
+        shown, num_kills = [], 0
+        async for event in killed:
+            if isinstance(event, OutputTextDelta):
+                shown.append(event.delta)
+                if len(shown) == 12:
+                    # And its engine, which ends with its pipe.
+                    os.kill(first.pid, signal.SIGKILL)
+                    num_kills += 1
+                    first.stop()
+                    second = LocalDaemon(address, arguments, log_path=log)
+                    second.start()
+        second.stop()
+    assert num_kills == 1
+    assert "".join(shown) == killed.text == calm.text
+    assert killed.usage is not None
+    assert killed.usage.output_tokens == 40
+
+
 async def test_branches_and_forks_of_a_conversation_answer_as_it_does(url: str) -> None:
     async with Client.connect(url) as client:
         session = await client.create_session(params=GREEDY)
@@ -204,7 +240,8 @@ def test_chat_in_a_real_terminal(tmp_path: Path) -> None:
         subprocess.run([*tmux, "kill-server"], check=False, capture_output=True)
 
 
-def test_two_tenants_find_a_public_prompt_at_their_first_turn(tmp_path: Path) -> None:
+def test_two_tenants_find_a_public_prompt_at_their_first_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     prompt = "You help the customers of a small shop for bicycles. Be brief, friendly and honest. " * 6
     config, keys_file = tmp_path / "chatd.toml", tmp_path / "keys.json"
     (tmp_path / "shop.txt").write_text(prompt.strip() + "\n")
