@@ -30,14 +30,13 @@ def free_port() -> int:
 
 
 async def test_a_command_that_comes_again_after_a_kill_has_one_effect_and_its_first_answer(tmp_path: Path) -> None:
+    params = Params(max_tokens=120, ignore_eos=True)
     port, journal = free_port(), {"directory": str(tmp_path / "journal")}
     with ToyFarm(tmp_path) as farm:
         pid = farm.start(port, journal=journal)
         async with Client(f"http://127.0.0.1:{port}", wait_s=30.0, backoff=lambda _attempt: 0.02) as client:
             session = await client.create_session(title="t")
-            said = UserMessage(
-                id="c1", session=session.id, content="hello", params=Params(max_tokens=120, ignore_eos=True)
-            )
+            said = UserMessage(id="c1", session=session.id, content="hello", params=params)
             edited = MessageEdit(id="c2", session=session.id, item="", content="other", respond=False)
             named = SessionUpdate(id="c3", session=session.id, title="named")
             first, _ = await client._ask(said, ItemAdded, session=session.id)
