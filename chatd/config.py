@@ -197,6 +197,15 @@ class SessionSettings(_Section):
         description="What becomes of a turn that has no room in the context, in sessions that name nothing: `refuse`,"
         " or `drop_oldest`, which leaves the oldest turns out, visibly.",
     )
+    idle_release_s: float = Field(
+        0,
+        ge=0,
+        description="Seconds after which the KV of a session that nobody uses is given up, though there is room; 0 is"
+        " never.",
+    )
+    idle_archive_days: float = Field(
+        0, ge=0, description="Days after which a session that nobody uses is archived, unless it is pinned; 0 is never."
+    )
     replay_events: int = Field(8192, ge=16, description="Events that a session keeps for clients that reconnect.")
     replay_bytes: int = Field(2**20, ge=2**12, description="Bytes of those events.")
     replay_ttl_s: int = Field(300, ge=1, description="How long they are kept.")

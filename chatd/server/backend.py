@@ -330,6 +330,14 @@ def session_limits(settings: Settings) -> SessionLimits:
         replay_ttl_s=sessions.replay_ttl_s,
         max_known_messages=sessions.max_known_messages,
         context_policy=sessions.context_policy,
+        idle_release_s=sessions.idle_release_s,
+        idle_archive_days=sessions.idle_archive_days,
+        retention_days=settings.journal.retention_days,
+        retention_days_of={
+            name: tenant.retention_days
+            for name, tenant in settings.tenants.items()
+            if tenant.retention_days is not None
+        },
     )
 
 

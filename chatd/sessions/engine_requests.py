@@ -140,7 +140,7 @@ class EngineRequests:
         assert session.turn is None, "a busy session's log is computed ahead"
         lease = session.lease
         node = lease.node
-        if node is None or not self._is_known(session) or not 0 < lease.num_tokens < node.num_tokens:
+        if node is None or not self.holds(session) or not 0 < lease.num_tokens < node.num_tokens:
             return
 
         def on_done(done: Done | None) -> None:
@@ -394,7 +394,7 @@ class EngineRequests:
         assert session.turn is None, "a busy session's lease is released"
         lease = session.lease
         self.take_back_draft(session)
-        if self._is_known(session):
+        if self.holds(session):
             self.tell(Release(lease.id))
         _renew(lease, lease.epoch)
         lease.id = new_lease
@@ -403,7 +403,7 @@ class EngineRequests:
 
     def retain(self, session: Session) -> None:
         """Tell the engine whether anybody is attached, where it has something to value by that."""
-        if self._is_known(session):
+        if self.holds(session):
             self.tell(Retain(session.lease.id, session.num_attached > 0))
 
     def tell(self, message: FrontMessage) -> None:
@@ -423,7 +423,7 @@ class EngineRequests:
             if not answer.done():
                 answer.set_exception(_no_engine())
 
-    def _is_known(self, session: Session) -> bool:
+    def holds(self, session: Session) -> bool:
         """Return whether this engine was told of a session's lease."""
         lease = session.lease
         is_given = lease.node is not None or bool(lease.draft_ids)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from chatd.protocol import ContextPolicy
 
@@ -25,6 +26,10 @@ class SessionLimits:
         replay_ttl_s: How long they are kept.
         max_known_messages: Messages by which stateless requests find their history, all users together.
         context_policy: What becomes of a turn that does not fit into the context, in sessions that say nothing.
+        idle_release_s: After so long without use a session's KV is given up; 0 is never.
+        idle_archive_days: After so many days without use a session that is not pinned is archived; 0 is never.
+        retention_days: After so many it is erased; None is never.
+        retention_days_of: Of tenants that have another one.
         max_stateless_sessions: Sessions that stateless requests leave behind, all users together.
     """
 
@@ -41,3 +46,7 @@ class SessionLimits:
     max_known_messages: int = 65536
     max_stateless_sessions: int = 1024
     context_policy: ContextPolicy = "refuse"
+    idle_release_s: float = 0.0
+    idle_archive_days: float = 0.0
+    retention_days: float | None = None
+    retention_days_of: Mapping[str, float] = field(default_factory=dict)

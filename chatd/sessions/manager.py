@@ -49,6 +49,7 @@ from chatd.sessions.drafts import Drafts, OnCharged
 from chatd.sessions.engine_events import EngineEvents, LeaseHolder, LeaseSessions, PoolListener
 from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.erasing import Eraser
+from chatd.sessions.idle_policy import IdlePolicy
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.model_profile import ModelProfile, draw_seed
 from chatd.sessions.native import Asked, NativeDoor
@@ -159,6 +160,13 @@ class SessionManager:
         self._drafts = Drafts(self._runner.contexts, self._requests, monotonic)
         self._eraser = Eraser(
             self._runner, self._requests, self._store, self._attachments, self._recorder, journal, clock=clock
+        )
+        self._idle = IdlePolicy(
+            self._store,
+            limits,
+            archive=lambda session: self.update(session, SessionUpdate(session=session.id, archived=True)),
+            erase=self.erase,
+            clock=clock,
         )
         self._recovery = Recovery(journal, self._recorder, self._store, self._runner, clock)
         self._door = StatelessDoor(self._runner, self._requests, self._store, limits, self.stats)
@@ -611,6 +619,7 @@ class SessionManager:
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             self.sweep()
+            await self._idle.sweep()
             await self.public_prompts.renew()
 
 

@@ -257,6 +257,11 @@ class SessionStore:
         session.closed = True
         self.make_room(session.owner)
 
+    def release(self, session: Session) -> None:
+        """Give up an idle session's KV, where an engine has any."""
+        if self._requests.holds(session):
+            self._release(session)
+
     def drop(self, session: Session) -> None:
         """Forget an idle session."""
         self._release(session)
