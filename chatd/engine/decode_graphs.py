@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 
 from chatd_kernels.stream import Stream, Work
 
-_SMALLEST_BUCKETS = (1, 2, 4)
-_BUCKET_STEP = 8
+_SMALL_BUCKETS = (1, 2, 4, *range(8, 256, 8))
+_LARGE_STEP = 32  # from 256 on: one row in eight is padding at most
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
     """Return the sizes of batch that graphs are captured for, the largest of which holds every decode step."""
-    sizes = (*_SMALLEST_BUCKETS, *range(_BUCKET_STEP, max_num_seqs, _BUCKET_STEP))
+    sizes = (*_SMALL_BUCKETS, *range(256, max_num_seqs, _LARGE_STEP))
     return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
 
 

@@ -18,6 +18,12 @@ def test_there_is_a_graph_for_every_eighth_size_and_for_the_largest_batch(max_nu
     assert bucket_sizes(max_num_seqs) == sizes
 
 
+def test_large_batches_have_fewer_graphs():
+    sizes = bucket_sizes(400)
+    assert sizes[-6:] == [256, 288, 320, 352, 384, 400]
+    assert len(sizes) == 3 + 31 + 6
+
+
 def test_each_graph_runs_once_before_it_is_captured_the_largest_first():
     ran, told = [], []
     graphs = DecodeGraphs(InterpretedStream(), [1, 2, 4])

@@ -9,6 +9,7 @@ from ahead_faults import AHEAD_FAULTS
 from cache_faults import CACHE_FAULTS, LEASE_FAULTS
 from disk_faults import DISK_FAULTS
 from engine_faults import SCHEDULE_FAULTS
+from gpu_faults import GPU_FAULTS
 from model_faults import MODEL_FAULTS
 from session_faults import SESSION_FAULTS
 from sharing_faults import SHARING_FAULTS
@@ -23,5 +24,6 @@ FAULTS = (
     *SCHEDULE_FAULTS,
     *AHEAD_FAULTS,
     *MODEL_FAULTS,
+    *GPU_FAULTS,
     *SESSION_FAULTS,
 )
