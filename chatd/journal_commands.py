@@ -78,8 +78,11 @@ def sessions_ls(
         return
     from chatd_tui.clean import clean_line
 
-    table = Table("id", "tenant", "user", Column("title", overflow="fold"), "messages", "last used", "")
-    for session in found[:limit]:
+    shown = found[:limit]
+    # An id that is cut off is none.
+    ids = Column("id", min_width=max((len(session.id) for session in shown), default=2))
+    table = Table(ids, "tenant", "user", Column("title", overflow="fold"), "messages", "last used", "")
+    for session in shown:
         marks = " ".join(name for name in ("pinned", "archived", "closed") if getattr(session, name))
         row = (session.id, session.tenant, session.user, session.title)
         table.add_row(*(_text(clean_line(cell)) for cell in row), str(session.num_items), _when(session), marks)

@@ -117,6 +117,15 @@ def test_a_list_shows_titles_without_what_a_terminal_obeys(journal: Path) -> Non
     assert not has_controls(shown)
 
 
+def test_a_list_never_cuts_an_id_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = make_session(f"ses_{'0f' * 12}", tenant="a-long-name-of-a-tenant", title="words " * 30)
+    write(tmp_path / "journal", SaveSession(session))
+    result = CliRunner().invoke(
+        app, ["sessions", "ls", "--directory", str(tmp_path / "journal")], env={"COLUMNS": "80"}
+    )
+    assert session.id in result.stdout
+
+
 def test_markdown_is_the_path_to_the_head_and_has_no_controls(journal: Path) -> None:
     shown = sessions("show", journal, "ses_1")
     assert shown.startswith("# Whales ")
