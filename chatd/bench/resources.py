@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
                 found = choice.resources(cache_dir() / "kernels" / "gpu")
                 fits = found.spilled_bytes == 0 and found.shared_bytes <= architecture.shared_bytes
                 print(
-                    f"{shape.name:13} sm_{architecture.capability} {choice.label:33} {found.registers:3} registers "
+                    f"{shape.name:13} sm_{architecture.capability} {choice.label:50} {found.registers:3} registers "
                     f"{found.shared_bytes:6} B shared {found.spilled_bytes:4} B spilled{'' if fits else '  !'}",
                     flush=True,
                 )
