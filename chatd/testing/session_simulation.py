@@ -29,6 +29,7 @@ from chatd.protocol import (
 )
 from chatd.sessions.conversation import Node, log_of
 from chatd.sessions.manager import Owner, Session, SessionLimits
+from chatd.sessions.ports import Journal
 from chatd.sessions.turn import Turn
 from chatd.testing.sessions import TURN_END, CoreEngine, encode_text, make_manager
 from chatd.testing.transcripts import TranscriptClient
@@ -103,12 +104,15 @@ class SessionSimulation:
         seed: Of everything random.
         num_blocks: Of the pool.
         replay_events: That a session keeps for those who come back.
+        journal: Keeps the sessions; with one, nothing that is told is only in memory.
 
     Attributes:
         counts: What happened.
     """
 
-    def __init__(self, seed: int, *, num_blocks: int = 60, replay_events: int = 40) -> None:
+    def __init__(
+        self, seed: int, *, num_blocks: int = 60, replay_events: int = 40, journal: Journal | None = None
+    ) -> None:
         asyncio.get_running_loop().set_default_executor(on_the_spot())
         self.rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
@@ -122,7 +126,7 @@ class SessionSimulation:
             max_leases=12,
         )
         limits = SessionLimits(replay_events=replay_events, max_closed_sessions_per_user=4)
-        self.manager = make_manager(self.engine, limits=limits, max_tokens=12, context=160)
+        self.manager = make_manager(self.engine, limits=limits, max_tokens=12, context=160, journal=journal)
         self.watched: list[Watched] = []
         self._may_fail = False
 

@@ -1,15 +1,18 @@
 """Killed at any moment, also within a commit: what a client was told is there, and every client shows the same."""
 
 import asyncio
+import logging
 import random
 
+import pytest
+
 from chatd.errors import ChatdError, StorageError
-from chatd.protocol import BranchSelect, MessageEdit, Params, ResponseRegenerate, SessionUpdate, UserMessage
+from chatd.protocol import BranchSelect, Item, MessageEdit, Params, ResponseRegenerate, SessionUpdate, UserMessage
 from chatd.sessions.manager import Session, SessionLimits
-from chatd.testing.journal import Killed
+from chatd.testing.journal import JournalHandle, Killed, MemoryJournal
 from chatd.testing.restarts import RestartingDaemon
-from chatd.testing.session_simulation import on_the_spot
-from chatd.testing.sessions import TURN_END, encode_text
+from chatd.testing.session_simulation import SessionSimulation, on_the_spot
+from chatd.testing.sessions import TURN_END, ScriptedEngine, encode_text, make_manager
 from chatd.testing.transcripts import TranscriptClient
 
 NUM_CRASHES = 200
@@ -199,3 +202,37 @@ async def test_a_full_disk_at_each_commit_of_a_turn_is_a_typed_refusal_and_nothi
     assert (await turn_with(1))[1] == ["storage_error"]
     assert (await turn_with(2))[1][-2:] == ["response.failed", "session.updated"]
     assert (await turn_with(0))[1][-1] == "response.completed"
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_happens_the_journal_has_what_is_in_memory(seed: int) -> None:
+    logging.disable(logging.CRITICAL)
+    try:
+        journal = MemoryJournal()
+        simulation = SessionSimulation(
+            300 + seed,
+            num_blocks=100 if seed % 2 else 50,
+            journal=JournalHandle(journal),
+            replay_events=(3, 1000)[seed % 2],
+        )
+        await simulation.run(300)
+        await simulation.manager.settle()
+    finally:
+        logging.disable(logging.NOTSET)
+    engine = ScriptedEngine(reply)
+    manager = make_manager(engine, journal=journal, boot="boot_2", context=160)
+    assert (await manager.restore()).turns == []
+    for watched in simulation.watched:
+        before, after = watched.session, await manager.resolve(watched.session.owner, watched.session.id)
+        assert {node.id for node in after.conversation} == {node.id for node in before.conversation}
+        assert [item_of(item) for item in manager.items(after)] == [
+            item_of(i) for i in simulation.manager.items(before)
+        ]
+        assert list(after.conversation.log()) == list(before.conversation.log())
+        assert (after.title, after.params, after.closed, after.updated_at) == (
+            *(before.title, before.params, before.closed, before.updated_at),
+        )
+
+
+def item_of(item: Item) -> tuple[object, ...]:
+    return (item.id, item.role, item.content, item.status, item.parent, item.reason, item.usage, item.context_from)
