@@ -332,6 +332,11 @@ def config_dir() -> Path:
     return _user_dir("XDG_CONFIG_HOME", ".config")
 
 
+def disk_tier_directory(settings: Settings) -> Path:
+    """Return where the disk tier's files are."""
+    return (settings.engine.disk_directory or cache_dir() / "kv").expanduser().absolute()
+
+
 def cache_dir() -> Path:
     """Return the user's folder for what can be made again: models, compiled kernels."""
     return _user_dir("XDG_CACHE_HOME", ".cache")

@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from chatd.config import journal_directory, load_settings
+from chatd.config import disk_tier_directory, journal_directory, load_settings
 from chatd.errors import Conflict, EnvironmentProblem, InvalidRequest, NotFound
 
 if TYPE_CHECKING:
@@ -209,6 +209,49 @@ def sessions_erase(
         }
 
     _print(json.dumps(_writing(place, run)))
+
+
+@sessions_app.command("erase-tenant")
+def sessions_erase_tenant(
+    tenant: Annotated[str, typer.Argument(help="Its name; its keys are revoked first.")],
+    directory: DirectoryOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Remove all that there is of a tenant, and print a receipt, as JSON; no daemon may run.
+
+    From the journal its conversations, kept answers and usage, from the disk tier its blocks. Keys are not touched.
+    """
+    settings = load_settings(config).settings
+    place = directory.absolute() if directory is not None else journal_directory(settings)
+    blocks = disk_tier_directory(settings)
+
+    async def run(journal: Journal) -> dict[str, object]:
+        num_blocks = _remove_blocks(blocks, tenant)
+        num_sessions, erased = await journal.erase_tenant(tenant)
+        return {
+            "tenant": tenant,
+            "sessions": num_sessions,
+            "messages": erased.messages,
+            "tokens": erased.tokens,
+            "bytes": erased.num_bytes,
+            "disk_blocks": num_blocks,
+        }
+
+    _print(json.dumps(_writing(place, run)))
+
+
+def _remove_blocks(root: Path, tenant: str) -> int:
+    from chatd.kvcache.block_directory import BlockDirectory
+
+    if not root.is_dir():
+        return 0
+    directory = BlockDirectory(root)
+    try:
+        return directory.remove_tenant(tenant)
+    except OSError as error:
+        raise EnvironmentProblem(f"{root} cannot be cleared: {error.strerror or error}") from None
+    finally:
+        directory.close()
 
 
 def usage(

@@ -18,6 +18,9 @@ from chatd.journal.directory import DATABASE, JournalInUse
 from chatd.journal.journal import Journal
 from chatd.journal.reader import JournalReader, connect_to_read
 from chatd.journal.records import Change, CountUsage, MessageRecord, SaveMessage, SaveSession, ShareMessages
+from chatd.kvcache.block_directory import BlockDirectory
+from chatd.kvcache.block_file import Origin, write_block
+from chatd.testing.engine import NAMESPACE
 from chatd.testing.journal_records import make_answer, make_session, make_user_message
 
 HOSTILE = "\x1b]0;owned\x07<script>alert(1)</script>\u202e[bold]&amp;\x9b2J"
@@ -102,7 +105,9 @@ def test_conversations_are_read_beside_a_daemon(journal: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_use")
-@pytest.mark.parametrize("command", [("rm", "ses_1"), ("rm", "--unused-days", 1), ("erase", "ses_1")])
+@pytest.mark.parametrize(
+    "command", [("rm", "ses_1"), ("rm", "--unused-days", 1), ("erase", "ses_1"), ("erase-tenant", "acme")]
+)
 def test_nothing_is_written_beside_a_daemon(journal: Path, command: tuple[Any, ...]) -> None:
     with pytest.raises(JournalInUse, match=r"in use by process \d+") as caught:
         sessions(command[0], journal, *command[1:])
@@ -282,3 +287,31 @@ def test_what_cannot_be_read_is_a_plain_refusal(journal: Path, tmp_path: Path) -
     (journal / DATABASE).write_bytes(b"SQLite format 3\0" + bytes(4096))
     with pytest.raises(ChatdError):
         sessions("ls", journal)
+
+
+def test_nothing_is_left_of_a_tenant_that_is_erased(journal: Path, tmp_path: Path, monkeypatch) -> None:
+    """I26: deleting a tenant leaves nothing of it, in the journal and in the disk tier."""
+    blocks = tmp_path / "kv"
+    monkeypatch.setenv("CHATD_ENGINE__DISK_DIRECTORY", str(blocks))
+    directory = BlockDirectory(blocks)
+    for number, tenant in enumerate(("acme", "acme", "acme-2", None)):
+        origin = Origin(NAMESPACE.of(tenant).frame(), bytes(32), number.to_bytes(4, "little"))
+        write_block(directory.writing, origin, memoryview(bytes(64)))
+        directory.publish(bytes([number]) * 32)
+    directory.writing.write_bytes(b"half a block of acme's")
+    directory.close()
+    write(journal, SaveSession(make_session("theirs", tenant="other", user="eve")))
+    receipt = json.loads(sessions("erase-tenant", journal, "acme"))
+    assert {name: receipt[name] for name in ("tenant", "sessions", "messages", "disk_blocks")} == {
+        "tenant": "acme",
+        "sessions": 2,
+        "messages": 4,
+        "disk_blocks": 2,
+    }
+    assert listed(journal) == ["theirs"]
+    rows = json.loads(run("usage", "--directory", journal, "--json"))
+    assert {row["tenant"] for row in rows} == {"other"}
+    left = [path for path in [*journal.rglob("*"), *blocks.rglob("*")] if path.is_file()]
+    assert not any(b"mammal" in path.read_bytes() for path in left)
+    assert sorted(path.name[:2] for path in blocks.rglob("*.kv")) == ["02", "03"]
+    assert json.loads(sessions("erase-tenant", journal, "acme"))["sessions"] == 0

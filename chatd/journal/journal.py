@@ -153,6 +153,14 @@ class Journal:
         """
         return await self._writer.submit(lambda tables: tables.erase(session), _CHANGE_BYTES)
 
+    async def erase_tenant(self, tenant: str) -> tuple[int, Erased]:
+        """Remove everything of a tenant, its usage too; return how many sessions, and what they had.
+
+        Raises:
+            StorageError: Nothing was removed.
+        """
+        return await self._writer.submit(lambda tables: tables.erase_tenant(tenant), _CHANGE_BYTES)
+
     async def expire(
         self,
         now: float,

@@ -167,6 +167,21 @@ class Tables:
             num_bytes=removed.num_bytes + len(title.encode()),
         )
 
+    def erase_tenant(self, tenant: str) -> tuple[int, Erased]:
+        """Remove all that there is of a tenant: sessions, kept answers, usage; return how many sessions, and what."""
+        rows = self._db.execute(
+            "SELECT id FROM sessions JOIN owners ON owners.pk = owner WHERE tenant = ?", (tenant,)
+        ).fetchall()
+        gone = [self.erase(session) for (session,) in rows]
+        for table in ("answers", "usage", "owners"):
+            self._db.execute(f"DELETE FROM {table} WHERE tenant = ?", (tenant,))  # noqa: S608
+        return len(gone), Erased(
+            messages=sum(erased.messages for erased in gone),
+            shared_messages=0,
+            tokens=sum(erased.tokens for erased in gone),
+            num_bytes=sum(erased.num_bytes for erased in gone),
+        )
+
     def wait_for_scrub(self) -> None:
         """Let this work end when nothing is left of what was erased by now."""
         self.has_erased = self._db.execute("SELECT 1 FROM scrubs").fetchone() is not None

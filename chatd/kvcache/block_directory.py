@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from chatd.errors import EnvironmentProblem
+from chatd.kvcache.block_file import read_namespace
+from chatd.kvcache.prefix_index import tenant_of_frame
 
 KEY_BYTES = 32
 DIGEST_BYTES = 32
@@ -114,6 +116,23 @@ class BlockDirectory:
             elif not stat.S_ISDIR(status.st_mode):
                 Path(entry.path).unlink(missing_ok=True)
         return [digest for _, digest in sorted(found)]
+
+    def remove_tenant(self, tenant: str) -> int:
+        """Remove every file of a tenant's blocks, and what was left half written; return how many blocks those were.
+
+        Raises:
+            OSError: The system's.
+        """
+        num_removed = 0
+        for _, entry in self._entries():
+            if not entry.is_file(follow_symlinks=False):
+                continue
+            path = Path(entry.path)
+            namespace = None if path == self.writing else read_namespace(path)
+            if namespace is None or tenant_of_frame(namespace) == tenant:
+                path.unlink(missing_ok=True)
+                num_removed += namespace is not None
+        return num_removed
 
     def _entries(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
         """Yield what is in the folder, with "", and in its fan-out folders, with their names."""

@@ -82,6 +82,24 @@ def write_block(path: Path, origin: Origin, payload: memoryview) -> None:
         os.close(descriptor)
 
 
+def read_namespace(path: Path) -> bytes | None:
+    """Return the namespace that a file's header names, unchecked; None where it is no file of a block.
+
+    Raises:
+        OSError: The system's.
+    """
+    descriptor = os.open(path, _READ_FLAGS)
+    try:
+        header = bytearray(HEADER_BYTES)
+        is_whole = _fill(descriptor, memoryview(header))
+    finally:
+        os.close(descriptor)
+    if not is_whole or not header.startswith(_MAGIC):
+        return None
+    length = _LENGTHS.unpack_from(header)[1]
+    return bytes(header[_CHECKSUM.stop : _CHECKSUM.stop + length])
+
+
 def read_block(path: Path, origin: Origin, payload: memoryview) -> None:
     """Fill `payload` from a file, and note on the file that it was used.
 

@@ -59,6 +59,17 @@ class Namespace:
         return b"".join(_frame(field) for field in fields)
 
 
+def tenant_of_frame(frame: bytes) -> str | None:
+    """Return the tenant that `Namespace.frame` has as its last field; None for "public", or where it is no frame."""
+    fields: list[tuple[bytes, bytes]] = []
+    while len(frame) >= 5:
+        length = int.from_bytes(frame[1:5], "big")
+        fields.append((frame[:1], frame[5 : 5 + length]))
+        frame = frame[5 + length :]
+    tag, body = fields[-1] if fields else (b"n", b"")
+    return body.decode(errors="replace") if tag == b"s" else None
+
+
 def _frame(field: str | int | None) -> bytes:
     tag, body = b"n", b""
     if isinstance(field, str):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
-from chatd.config import Settings, cache_dir, journal_directory, parse_bytes
+from chatd.config import Settings, disk_tier_directory, journal_directory, parse_bytes
 from chatd.engine.client import EngineClient
 from chatd.engine.messages import Ready
 from chatd.engine.options import EngineOptions, TenantShare
@@ -250,7 +250,6 @@ def engine_options(settings: Settings) -> Callable[[ModelFiles], EngineOptions]:
     kv_bytes = None if kv_memory.lower() == "auto" else parse_bytes(kv_memory, param="engine.kv_memory")
     host_bytes = parse_bytes(engine.host_memory, param="engine.host_memory")
     disk_bytes = parse_bytes(engine.disk_space, param="engine.disk_space")
-    disk_directory = engine.disk_directory or cache_dir() / "kv"
     log_limit_bytes = parse_bytes(engine.decision_log_limit, param="engine.decision_log_limit")
     tenants: Mapping[str, TenantShare] = {
         name: TenantShare(weight=share.weight, floor=share.floor) for name, share in settings.tenants.items()
@@ -273,7 +272,7 @@ def engine_options(settings: Settings) -> Callable[[ModelFiles], EngineOptions]:
             kv_memory_bytes=kv_bytes,
             host_memory_bytes=host_bytes,
             disk_space_bytes=disk_bytes,
-            disk_directory=str(disk_directory.expanduser().absolute()),
+            disk_directory=str(disk_tier_directory(settings)),
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=engine.max_num_batched_tokens,
             max_queued_requests=engine.max_queued_requests,
