@@ -144,8 +144,8 @@ class Roster:
     def may_preempt(self) -> bool:
         """Return whether somebody can give way now; if not, nothing more is planned until it can be.
 
-        What a victim gives back is in use for as long as a plan with a part for it is in flight, and a row of its may
-        be the last one that it needs.
+        What a victim gives back stays in use for as long as a plan in flight has a part for it, so nobody could be
+        given it before.
         """
         self.flights.must_settle = bool(self.flights)
         return not self.flights.must_settle
