@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from chatd.client import Client
 from chatd.protocol import OutputTextDelta, Params, SessionAttached
 
-STUCK_S = 120.0
+STUCK_S = 600.0
 """A conversation that has not gone on for so long is reported as stuck."""
 
 

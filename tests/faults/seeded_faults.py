@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ahead_faults import AHEAD_FAULTS
 from cache_faults import CACHE_FAULTS, LEASE_FAULTS
+from death_faults import DEATH_FAULTS
 from disk_faults import DISK_FAULTS
 from engine_faults import SCHEDULE_FAULTS
 from gpu_faults import GPU_FAULTS
@@ -21,6 +22,7 @@ FAULTS = (
     *SHARING_FAULTS,
     *TIER_FAULTS,
     *DISK_FAULTS,
+    *DEATH_FAULTS,
     *SCHEDULE_FAULTS,
     *AHEAD_FAULTS,
     *MODEL_FAULTS,

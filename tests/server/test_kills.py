@@ -7,12 +7,13 @@ import os
 import random
 import signal
 import socket
+import time
 
 import psutil
 import pytest
 
 from chatd.client import Client
-from chatd.local_daemon import LocalDaemon
+from chatd.local_daemon import LocalDaemon, readiness
 from chatd.protocol import OutputTextDelta, Params
 from chatd.testing.kills import Script, Seen, run_scripts, run_under_kills
 from chatd.testing.toy_daemon import ToyFarm
@@ -142,6 +143,14 @@ class RealDaemon:
     async def until_ready(self):
         await asyncio.to_thread(self._daemon.wait_ready, lambda phase, done: None)
 
+    def until_not_ready(self):
+        while (state := readiness(self.url)) is not None and state["status"] == "ready":
+            time.sleep(0.02)
+
+    @property
+    def log(self):
+        return (self._folder / "serve.log").read_text()
+
     def stop(self):
         if self._daemon is not None:
             self._daemon.stop()
@@ -158,7 +167,9 @@ class RealDaemon:
                 os.kill(process.pid, signal.SIGKILL)
             if what != "daemon":
                 os.kill(engine.pid, signal.SIGKILL)
-            if what != "engine":
+            if what == "engine":
+                await asyncio.to_thread(self.until_not_ready)
+            else:
                 self._daemon.stop()
                 self.start()
 
@@ -180,6 +191,9 @@ async def kill_real(folder, kinds, seed, delays_s=(0.5, 2.5)):
         return await run_under_kills(
             daemon.url, REAL_SCRIPTS, expected, [daemon.kill(kind, delays_s) for kind in kinds]
         )
+    except BaseException as error:
+        error.add_note(daemon.log[-4000:])
+        raise
     finally:
         daemon.stop()
 
