@@ -113,5 +113,26 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(builder, "cast_impl", cast_impl)
     monkeypatch.setattr(builder, "create_dot", create_dot)
+    _prepare_once(monkeypatch, interpreter)
     with np.errstate(all="ignore"):
         yield
+
+
+def _prepare_once(monkeypatch: pytest.MonkeyPatch, interpreter: Any) -> None:
+    """Let a launch make the language ready for functions of each kind once; at each call it takes most of the time."""
+    modules, start = (interpreter.tl, interpreter.tl.core), interpreter.GridExecutor.__call__
+    prepared: set[tuple[bool, ...]] = set()
+
+    def launch(self: Any, *arguments: Any, **named: Any) -> Any:
+        prepared.clear()
+        return start(self, *arguments, **named)
+
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        kind = tuple(any(value is module for value in self.fn.__globals__.values()) for module in modules)
+        if kind not in prepared:
+            prepared.add(kind)
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*arguments, **named)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
