@@ -31,6 +31,7 @@ from chatd.models.loader import load_decoder
 from chatd.models.model_config import load_decoder_config
 from chatd_kernels.gpu_device import OutOfDeviceMemory
 from chatd_kernels.kv_cache import KVCache, KVCacheLayout, device_key_group
+from chatd_kernels.sampling.state import MAX_LIKELIEST
 from chatd_kernels.stream import Stream
 
 GRAPH_BYTES = 32 * 2**20
@@ -172,10 +173,12 @@ def _bind_cache(decoder: Decoder, layout: KVCacheLayout, num_blocks: int) -> Non
 def _largest_steps(decoder: Decoder, options: EngineOptions) -> list[Plan]:
     """Return the steps that take most memory, all in block 0, whose content no request has seen.
 
-    They are a step of as many rows as there may be in one chunk, one of as many chunks, and one of as many decodes. So
-    the kernels of every kind of step are compiled, too.
+    They are a step of as many rows as there may be in one chunk, one of as many chunks, and one of as many decodes;
+    before the last one, one decode for each kind of draw. So the kernels of every kind of step are compiled, too.
     """
     greedy = SampleSpec(SamplingParams(max_tokens=1), 0)
+    listed = SampleSpec(SamplingParams(max_tokens=1, logprobs=1), 0)
+    beam = SampleSpec(SamplingParams(max_tokens=1), 0, num_candidates=MAX_LIKELIEST)
     drawn = SampleSpec(
         SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, frequency_penalty=0.1, seed=0),
         0,
@@ -191,6 +194,7 @@ def _largest_steps(decoder: Decoder, options: EngineOptions) -> list[Plan]:
     steps = (
         [chunk(0, num_rows, drawn)],
         [chunk(i, num_rows // num_seqs, drawn) for i in range(num_seqs)],
+        *([chunk(0, 1, kind)] for kind in (greedy, listed, beam)),
         [chunk(i, 1, drawn if i % 2 else greedy) for i in range(num_seqs)],
     )
     return [Plan(-1, chunks, (), options.block_size) for chunks in steps]
