@@ -60,6 +60,7 @@ MESSAGE = MessageRecord(
     key_id="k",
     request_class="batch",
     num_deaths=1,
+    num_inherited=2,
     log_system="d",
     context_from="m0",
 )
