@@ -132,10 +132,10 @@ async def test_the_system_prompt_may_change_until_a_message_stays() -> None:
     await manager.update(session, SessionUpdate(session=session.id, system="two"))
     await say(manager, session, "hi")
     engine.run()
-    # The lease still has the prompt that failed, with another system prompt: they share the first id only.
-    assert engine.submits[1].base_len == 1
+    # Of the prompt that failed nothing is left, so nothing of it is gone on from.
+    assert engine.submits[1].base_len == 0
     assert engine.leases[session.lease.id] == list(session.conversation.log())
-    assert engine.submits[1].new_ids[: 1 + len("two")] == [*encode_text("two"), TURN_END]
+    assert engine.submits[1].new_ids[: 2 + len("two")] == [SYSTEM, *encode_text("two"), TURN_END]
 
 
 async def test_many_requests_over_one_history_at_once_are_answered_each_once() -> None:
