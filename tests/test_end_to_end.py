@@ -155,6 +155,42 @@ async def test_an_answer_goes_on_when_its_engine_is_killed_and_is_what_it_would_
         assert again
 
 
+@pytest.mark.parametrize("params", [Params(temperature=0.0), Params(temperature=1.0, seed=11, top_p=0.9)])
+async def test_an_answer_in_pieces_is_that_of_one_run(url: str, params: Params) -> None:
+    question = "Tell me about whales in three sentences."
+    async with Client.connect(url) as client:
+        texts = []
+        for pieces in ((40,), (13, 1, 26)):
+            session = await client.create_session(params=params)
+            turn = session.say(question, params=Params(max_tokens=pieces[0]))
+            async for _ in turn:
+                pass
+            for more in pieces[1:]:
+                turn = session.continue_(max_tokens=more)
+                async for _ in turn:
+                    pass
+                assert turn.usage.output_tokens == more
+            texts.append(turn.text)
+            assert turn.item.content == turn.text
+            receipt = await client.erase_session(session.id)
+            assert receipt.messages == 1 + len(pieces)
+            assert receipt.blocks > 0
+        assert texts[0] == texts[1]
+
+
+async def test_what_is_typed_ahead_is_not_computed_after_enter(url: str) -> None:
+    message = "Please name ten rivers of Europe, and say of each in which sea it ends, in a table. " * 3
+    async with Client.connect(url) as client:
+        session = await client.create_session()
+        for end in (60, 120, len(message)):
+            while not (await session.prefill(message[:end])).computed:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        turn = session.say(message, params=Params(max_tokens=2))
+        async for _ in turn:
+            pass
+        assert turn.usage.input_tokens - turn.usage.cached_tokens <= 12
+
+
 async def test_branches_and_forks_of_a_conversation_answer_as_it_does(url: str) -> None:
     async with Client.connect(url) as client:
         session = await client.create_session(params=GREEDY)
