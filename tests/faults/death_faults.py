@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seeded_fault import SIMULATION, fault
+from seeded_fault import SIMULATION, Edit, Fault, fault
 
 REQUEST = "chatd/engine/request.py"
 PLACEMENT = "chatd/engine/placement.py"
@@ -58,13 +58,14 @@ DEATH_FAULTS = (
         "",
         TEST_CLIENT + "an_engine_that_is_busy_and_silent_stalls_and_goes_on",
     ),
-    fault(
+    Fault(
         "a long step is a stuck one",
         "an honest prefill on a slow machine ends the engine, again and again",
-        HANG_WATCH,
-        "max(limits.busy_s, _BUSY_FACTOR * expected_s)",
-        "limits.busy_s",
-        TEST_CLIENT + "a_step_that_was_said_to_be_long_is_no_hang_and_no_stall",
+        (
+            Edit(HANG_WATCH, "max(limits.quiet_s, _QUIET_FACTOR * expected_s)", "limits.quiet_s"),
+            Edit(HANG_WATCH, "max(limits.busy_s, _BUSY_FACTOR * expected_s)", "limits.busy_s"),
+        ),
+        (TEST_CLIENT + "a_step_that_was_said_to_be_long_is_no_hang_and_no_stall",),
     ),
     fault(
         "who waited counts as running when an engine dies",
