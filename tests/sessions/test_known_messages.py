@@ -78,7 +78,7 @@ def test_the_longest_chain_with_a_holder_is_found(operations: list) -> None:
             known.forget(sessions[number])
             holders = {key: held for key, held in holders.items() if held[0] is not sessions[number]}
             turns[number] = []
-            sessions[number].conversation = Conversation()
+            sessions[number]._conversation = Conversation()
         else:
             owner = OWNERS[number]
             found = known.find(owner, as_messages(value))
