@@ -33,7 +33,6 @@ CLOSE_RATE = 4429
 MIN_FRAME_BYTES = 256 * 1024
 MAX_FRAME_BYTES = 4 * 1024 * 1024
 CELL_STATES = ("free", "cached", "active", "shared")
-CELL_BYTES = 2 * len(CELL_STATES)
 
 # Python's `$` also matches before a line end at the end; JSON Schema's does not, and knows no `\Z`.
 _ID_PATTERN = r"^[0-9A-Za-z_-]{1,64}(?!\n)$"

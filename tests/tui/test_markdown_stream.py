@@ -3,7 +3,6 @@ from hypothesis import strategies as st
 
 from chatd_tui.markdown_stream import FenceSplitter
 
-FENCED = "Look:\n\n```python\nx = 1\n```\nDone `x`.\n"
 LINES = st.sampled_from(
     [
         "```\n",

@@ -26,7 +26,6 @@ IS_GREEDY, ADJUSTS, COUNTS, FORBIDS, HAS_LOGPROBS, IS_BEAM = 1, 2, 4, 8, 16, 32
 """Flags: takes the likeliest; has words; counts what it draws in them; stop ids are forbidden; wants log probabilities;
 draws nothing and wants candidates."""
 
-COUNT_BITS = 19
 STOP_BIT, PROMPT_BIT, BIAS_SHIFT = 1 << 19, 1 << 20, 21
 MAX_BIASES = 1024
 """Tokens of a slot with a bias."""
