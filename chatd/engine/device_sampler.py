@@ -14,7 +14,7 @@ import torch
 
 from chatd.engine.plan import RequestId, SampleSpec, TokenLogprobs
 from chatd.engine.sampler import Sampled
-from chatd.engine.sampling_slots import SamplingSlots, SlotChanges, is_plain
+from chatd.engine.sampling_slots import SamplingSlots, SlotChanges
 from chatd_kernels.gpu_device import StreamMark, pinned, upload
 from chatd_kernels.sampling import sample_rows
 from chatd_kernels.sampling.state import MAX_LIKELIEST, allocate_sampling_state
@@ -99,7 +99,7 @@ class DeviceSampler:
         tokens = state.drawn[0, :num_rows]
         if not specs:
             return SampledInFlight(tokens, specs, state.vocab_size, None, self._free)
-        if all(is_plain(spec) for _, spec in specs):
+        if all(spec.is_plain for _, spec in specs):
             sample_rows(logits, state, num_rows, is_plain=True)
             has_lists = False
         else:

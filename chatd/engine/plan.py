@@ -42,6 +42,19 @@ class SampleSpec(msgspec.Struct, frozen=True):
     output_ids: Sequence[int] = ()
     num_candidates: int = 0
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the likeliest token is all that is asked for."""
+        params = self.params
+        return (
+            params.is_greedy
+            and params.logprobs is None
+            and not params.logit_bias
+            and not self.stop_token_ids
+            and not params.needs_history
+            and not self.num_candidates
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

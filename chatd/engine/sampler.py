@@ -114,7 +114,7 @@ class Sampler:
         if not specs:
             return result
         finite = _finite_rows(logits)
-        plain = [finite[i] and _is_plain(spec) for i, (_, spec) in enumerate(specs)]
+        plain = [finite[i] and spec.is_plain for i, (_, spec) in enumerate(specs)]
         if any(plain):
             for (request_id, _), is_plain, token in zip(specs, plain, _argmax(logits), strict=True):
                 if is_plain:
@@ -325,18 +325,6 @@ def _place_of(weights: FloatRow, number: float) -> int:
         # Rounding between the two sums left the target at the very end; the last token of any weight is the answer.
         place = int(np.flatnonzero(weights[: start + len(inside)])[-1]) - start
     return start + place
-
-
-def _is_plain(spec: SampleSpec) -> bool:
-    params = spec.params
-    return (
-        params.is_greedy
-        and params.logprobs is None
-        and not params.logit_bias
-        and not spec.stop_token_ids
-        and not params.needs_history
-        and not spec.num_candidates
-    )
 
 
 def _finite_rows(logits: torch.Tensor) -> list[bool]:

@@ -125,19 +125,6 @@ class SamplingSlots:
         changes.fields.append(_fields(spec, self._vocab_size))
 
 
-def is_plain(spec: SampleSpec) -> bool:
-    """Return whether the likeliest token is all that is asked for."""
-    params = spec.params
-    return (
-        params.is_greedy
-        and params.logprobs is None
-        and not params.logit_bias
-        and not spec.stop_token_ids
-        and not params.needs_history
-        and not spec.num_candidates
-    )
-
-
 def _fields(spec: SampleSpec, vocab_size: int) -> Int32s:
     params = spec.params
     adjusts = bool(params.needs_history or params.logit_bias or spec.stop_token_ids)
