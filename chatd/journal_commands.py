@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from chatd.clean import clean_line
 from chatd.config import disk_tier_directory, journal_directory, load_settings
 from chatd.errors import Conflict, EnvironmentProblem, InvalidRequest, NotFound
 
@@ -76,8 +77,6 @@ def sessions_ls(
     if as_json:
         _print(json.dumps([_summary(session) for session in found[:limit]], indent=2))
         return
-    from chatd_tui.clean import clean_line
-
     shown = found[:limit]
     # An id that is cut off is none.
     ids = Column("id", min_width=max((len(session.id) for session in shown), default=2))

@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from chatd.clean import clean, clean_line
 from chatd.errors import InvalidRequest
 from chatd.journal.records import ID_TYPE, MessageRecord, SessionRecord
-from chatd_tui.clean import clean, clean_line
 
 FORMAT = "chatd.session"
 VERSION = 1

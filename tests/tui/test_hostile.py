@@ -9,9 +9,9 @@ import pytest
 from textual.widgets import OptionList
 
 from chatd import protocol as p
+from chatd.clean import clean, clean_line
 from chatd.testing.scripted_daemon import Script, ScriptedDaemon
 from chatd_tui.app import ChatApp
-from chatd_tui.clean import clean, clean_line
 from chatd_tui.messages import LinkChosen
 from chatd_tui.screens.found import FoundScreen
 from chatd_tui.screens.pool import session_table

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from chatd.clean import clean_line
 from chatd.errors import ChatdError, InvalidRequest
 from chatd.protocol import ContextPolicy, Params
 from chatd_tui import settings, status_text
-from chatd_tui.clean import clean_line
 from chatd_tui.clipboard import MAX_OSC52_BYTES, save_copy
 from chatd_tui.export import as_json, as_markdown, code_blocks, write_new
 from chatd_tui.views import ItemView

@@ -11,6 +11,7 @@ import msgspec
 from textual.app import App
 from textual.binding import Binding, BindingType
 
+from chatd.clean import clean, clean_line
 from chatd.client import ConnectionPhase, ConnectionState
 from chatd.config import state_dir
 from chatd.errors import AuthenticationError, ChatdError
@@ -29,7 +30,6 @@ from chatd.protocol import (
 )
 from chatd_tui import messages, status_text
 from chatd_tui.actions import Actions
-from chatd_tui.clean import clean, clean_line
 from chatd_tui.command_table import COMMANDS, bindings
 from chatd_tui.commands import Command, Context, Suggestion, Typed, find, parse, similar, suggestions
 from chatd_tui.conversation import Conversation

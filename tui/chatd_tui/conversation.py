@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from chatd.clean import clean, clean_line
 from chatd.protocol import (
     BranchSelected,
     Event,
@@ -27,7 +28,6 @@ from chatd.protocol import (
     Snapshot,
 )
 from chatd_tui import status_text
-from chatd_tui.clean import clean, clean_line
 from chatd_tui.screens.chat import ChatScreen
 from chatd_tui.views import ItemView
 from chatd_tui.widgets.status import StatusView

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from chatd.clean import clean, clean_line
 from chatd.protocol import Item, SessionInfo
-from chatd_tui.clean import clean, clean_line
 from chatd_tui.markdown_lines import make_parser
 
 _NAMES = {"user": "You", "assistant": "Assistant", "system": "System"}

@@ -11,6 +11,7 @@ from typing import Any
 
 from textual.message import Message
 
+from chatd.clean import clean_line
 from chatd.client import Client, ConnectionPhase, ConnectionState, Session
 from chatd.errors import ChatdError, InvalidRequest, NotFound
 from chatd.protocol import (
@@ -25,7 +26,6 @@ from chatd.protocol import (
     SessionCreated,
     SessionInfo,
 )
-from chatd_tui.clean import clean_line
 from chatd_tui.messages import (
     ConnectionChanged,
     Noticed,

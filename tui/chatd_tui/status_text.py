@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from chatd.clean import clean_line
 from chatd.client import ConnectionPhase, ConnectionState
 from chatd.protocol import ContextPolicy, EraseReceipt, SessionCreated, SessionTier, SessionTruncated, Snapshot
-from chatd_tui.clean import clean_line
 from chatd_tui.views import WAIT_REASONS, short_number
 from chatd_tui.widgets.status import StatusView
 

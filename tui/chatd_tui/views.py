@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from chatd.clean import clean, clean_line
 from chatd.protocol import Item, SessionInfo, Siblings, Timings, Usage
-from chatd_tui.clean import clean, clean_line
 
 WAIT_REASONS = {
     "quota": "your quota is used up",

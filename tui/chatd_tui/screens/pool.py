@@ -14,9 +14,9 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Static
 
+from chatd.clean import clean_line
 from chatd.client import PoolState
 from chatd.protocol import PoolTotals, SessionBlocks, TierBlocks
-from chatd_tui.clean import clean_line
 from chatd_tui.views import percent, rate, short_number
 from chatd_tui.widgets.key_line import KeyLine
 from chatd_tui.widgets.pool_map import PoolMap, cells_for, legend

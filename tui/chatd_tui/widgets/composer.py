@@ -12,7 +12,7 @@ from textual import events
 from textual.binding import Binding, BindingType
 from textual.widgets import TextArea
 
-from chatd_tui.clean import clean
+from chatd.clean import clean
 from chatd_tui.commands import Suggestion, as_typed
 from chatd_tui.keys import NEWLINE_KEYS
 from chatd_tui.messages import Submitted
