@@ -1,0 +1,194 @@
+"""The values inside frames: parameters, messages, usage, items, a session's state."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from chatd.errors import ChatdError
+from chatd.protocol.vocabulary import ContextPolicy, ItemStatus, Role
+
+
+class Params(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Sampling parameters that a client may name; what is absent is the model's or the session's default.
+
+    Ranges are those of `engine.sampling.SamplingParams`. `stop` holds at most 16 strings of at most 256 characters.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    stop: Annotated[
+        tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=256)], ...], msgspec.Meta(max_length=16)
+    ] = ()
+    stop_token_ids: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    logprobs: int | None = None
+    ignore_eos: bool | None = None
+
+    def over(self, base: Params) -> Params:
+        """Return these parameters with `base` where they are absent."""
+        own = {name: value for name, value in msgspec.structs.asdict(self).items() if value not in (None, ())}
+        return msgspec.structs.replace(base, **own)
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A message that a client brings along when it creates a session."""
+
+    role: Role
+    content: str
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of one response, named as in the Responses API."""
+
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+
+    @classmethod
+    def of(cls, input_tokens: int, cached_tokens: int, output_tokens: int) -> Usage:
+        """Build from the three numbers."""
+        return cls(
+            input_tokens=input_tokens,
+            input_tokens_details={"cached_tokens": cached_tokens},
+            output_tokens=output_tokens,
+        )
+
+    @property
+    def cached_tokens(self) -> int:
+        """Input tokens whose KV was there already."""
+        return self.input_tokens_details.get("cached_tokens", 0)
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a response's time went. Rates are tokens per second, 0 where there was nothing to time."""
+
+    queue_ms: float
+    ttft_ms: float
+    prefill_tok_s: float
+    decode_tok_s: float
+    preemptions: int
+
+
+class Siblings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The other messages that follow the same one: versions of a message that was edited or regenerated.
+
+    Attributes:
+        index: Which of them this is, from 1.
+        count: How many there are.
+        previous: What `branch.select` takes to show the one before: the end of that branch as it was last seen.
+        next: Likewise for the one after.
+    """
+
+    index: int
+    count: int
+    previous: str | None = None
+    next: str | None = None
+
+
+class Item(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One message of a session's tree.
+
+    Attributes:
+        id: Stable.
+        role: Who wrote it.
+        content: The text; of an answer in progress, the text so far.
+        status: Whether more can come.
+        parent: The item before it, or None for the first.
+        reason: Of a finished answer, why it ended.
+        usage: Of a finished answer.
+        timings: Of a finished answer.
+        siblings: Where there are others beside it.
+        context_from: Of an answer before which the oldest messages were left out of the context: the first one that was
+            in it, then and for what follows.
+    """
+
+    id: str
+    role: Role
+    content: str
+    status: ItemStatus
+    parent: str | None = None
+    reason: str | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+    siblings: Siblings | None = None
+    context_from: str | None = None
+
+
+class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A session as a list shows it. Times are Unix seconds."""
+
+    id: str
+    title: str
+    model: str
+    created_at: float
+    updated_at: float
+    num_items: int
+    context_used: int
+    context_max: int
+    busy: bool
+    tier: str
+    archived: bool = False
+    pinned: bool = False
+    system: str | None = None
+    params: Params = Params()
+    metadata: dict[str, str] = {}
+    context_policy: ContextPolicy = "refuse"
+
+
+class LatestState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The last values of the events that carry no `seq`, as a snapshot needs them."""
+
+    queued: dict[str, Any] | None = None
+    prefill: dict[str, int] | None = None
+    usage: dict[str, int] | None = None
+    tier: str | None = None
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A session at `head_seq`: its items on the path to the head, the answer in progress included."""
+
+    session: SessionInfo
+    items: list[Item]
+    response: str | None
+    state: LatestState
+
+
+class Logprob(msgspec.Struct, frozen=True, kw_only=True):
+    """Log probability of one token of a delta and of the likeliest others, as (token text, log probability)."""
+
+    token: str
+    logprob: float
+    top: list[tuple[str, float]] = []
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The shape of OpenAI's errors, so that both doors agree."""
+
+    type: str
+    code: str
+    message: str
+    param: str | None = None
+    retry_after_ms: int | None = None
+    hint: str | None = None
+
+    @classmethod
+    def of(cls, error: ChatdError) -> ErrorBody:
+        """Show an error to a client."""
+        return cls(
+            type=error.error_type,
+            code=error.error_code,
+            message=error.message,
+            param=error.param,
+            retry_after_ms=error.retry_after_ms,
+            hint=error.hint,
+        )
