@@ -23,6 +23,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Column, Table
 
 import chatd
+from chatd.clean import clean
+from chatd.client_commands import ask
 from chatd.config import (
     BUILT_IN_MODEL,
     LoadedSettings,
@@ -83,9 +85,10 @@ def main() -> None:
 
 
 def _fail(error: ChatdError) -> NoReturn:
-    notices.print(f"[bold red]chatd:[/] {_escaped(error.message)}", highlight=False)
+    # A daemon's words, and what it quotes, may be anybody's.
+    notices.print(f"[bold red]chatd:[/] {_escaped(clean(error.message))}", highlight=False)
     if error.hint:
-        notices.print(f"       {_escaped(error.hint)}", highlight=False)
+        notices.print(f"       {_escaped(clean(error.hint))}", highlight=False)
     sys.exit(error.exit_code if isinstance(error, StartupError) else 1)
 
 
@@ -324,6 +327,7 @@ def schema() -> None:
     print(json.dumps(json_schema(), indent=2))
 
 
+app.command(rich_help_panel=CONVERSATIONS)(ask)
 app.command(rich_help_panel=CONVERSATIONS)(usage)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import importlib.util
 import json
 import socket
 import ssl
@@ -16,7 +17,8 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-from chatd.config import read_local_key, state_dir
+from chatd.client import websocket_url
+from chatd.config import is_loopback, read_local_key, state_dir
 from chatd.errors import EnvironmentProblem
 
 STOP_TIMEOUT_S = 20.0
@@ -49,6 +51,33 @@ def readiness(url: str, timeout_s: float = 2.0) -> dict[str, Any] | None:
     finally:
         connection.close()
     return body if isinstance(body, dict) and "status" in body else None
+
+
+def daemon_url(url: str) -> str:
+    """Return a daemon's address as http(s), which is where `/ready` is asked.
+
+    Raises:
+        InvalidRequest: Not the address of a daemon, or it holds a key.
+    """
+    address = urlsplit(websocket_url(url))
+    return f"{'https' if address.scheme == 'wss' else 'http'}://{address.netloc}"
+
+
+def check_can_start(address: str) -> None:
+    """Refuse where a daemon cannot be started by a command on this machine.
+
+    Raises:
+        EnvironmentProblem: The address is another machine's, or the server is not installed here.
+    """
+    if not is_loopback(urlsplit(address).hostname or "") or address.startswith("https"):
+        raise EnvironmentProblem(
+            f"no daemon answers at {address}", hint="start it there with `chatd serve`, or check the address"
+        )
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("uvicorn") is None:
+        raise EnvironmentProblem(
+            f"no daemon answers at {address}, and none can be started here: the server is not installed",
+            hint='pip install "chatd[server]", or name the daemon of another machine',
+        )
 
 
 def private_url(port: int) -> str:

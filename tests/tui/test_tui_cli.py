@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import typer
 
+from chatd import local_daemon
 from chatd import protocol as p
 from chatd.errors import EnvironmentProblem, InvalidRequest
+from chatd.local_daemon import check_can_start, daemon_url
 from chatd.testing.scripted_daemon import Script, ScriptedDaemon
 from chatd_tui import app as tui_app
 from chatd_tui import cli
@@ -133,21 +135,21 @@ def test_a_no_starts_nothing(log: list[str], monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_daemon_that_does_not_answer_elsewhere_cannot_be_started_here(log: list[str]) -> None:
     with pytest.raises(EnvironmentProblem):
-        cli._check_can_start("http://192.0.2.1:9")
+        check_can_start("http://192.0.2.1:9")
     with pytest.raises(EnvironmentProblem):
-        cli._check_can_start("https://127.0.0.1:9")
+        check_can_start("https://127.0.0.1:9")
     assert log == []
 
 
 def test_without_the_server_it_says_what_to_install(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(local_daemon.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem) as caught:
         cli.connect(NOBODY, None, False)
-    assert "chatd[server,tui]" in (caught.value.hint or "")
+    assert "chatd[server]" in (caught.value.hint or "")
 
 
 def test_a_websocket_address_is_asked_over_http() -> None:
-    assert cli._http_url("wss://box:1/v1/chat/ws") == "https://box:1"
-    assert cli._http_url("box:8790") == "http://box:8790"
+    assert daemon_url("wss://box:1/v1/chat/ws") == "https://box:1"
+    assert daemon_url("box:8790") == "http://box:8790"
     with pytest.raises(InvalidRequest):
-        cli._http_url("http://key@box")
+        daemon_url("http://key@box")

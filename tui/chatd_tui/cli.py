@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from ipaddress import ip_address
 from typing import Annotated, NoReturn
-from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 import chatd
-from chatd.client import websocket_url
+from chatd.clean import clean
 from chatd.config import check_key_transport, client_defaults
 from chatd.errors import ChatdError, EnvironmentProblem, InvalidRequest, StartupError
-from chatd.local_daemon import LocalDaemon, readiness
+from chatd.local_daemon import LocalDaemon, check_can_start, daemon_url, readiness
 
 notices = Console(stderr=True)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -33,9 +30,9 @@ def main() -> None:
 
 
 def _fail(error: ChatdError) -> NoReturn:
-    notices.print(f"[bold red]chatd-tui:[/] {escape(error.message)}", highlight=False)
+    notices.print(f"[bold red]chatd-tui:[/] {escape(clean(error.message))}", highlight=False)
     if error.hint:
-        notices.print(f"           {escape(error.hint)}", highlight=False)
+        notices.print(f"           {escape(clean(error.hint))}", highlight=False)
     sys.exit(error.exit_code if isinstance(error, StartupError) else 2 if isinstance(error, InvalidRequest) else 1)
 
 
@@ -56,7 +53,7 @@ def connect(
     ] = False,
 ) -> None:
     """Talk to a chatd daemon in the terminal."""
-    address = _http_url(client_defaults(url).url)
+    address = daemon_url(client_defaults(url).url)
     key = key or client_defaults(address).key
     check_key_transport(address, key)
     if not _has_terminal():
@@ -69,7 +66,7 @@ def connect(
     if readiness(address) is not None:
         run_app(address, key)
         return
-    _check_can_start(address)
+    check_can_start(address)
     if not typer.confirm(f"No daemon answers at {address}. Start one here, for as long as you chat?", default=True):
         raise EnvironmentProblem(f"no daemon answers at {address}", hint="start one with `chatd serve`")
     with LocalDaemon(address) as daemon:
@@ -82,34 +79,6 @@ def connect(
 
 def _has_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
-
-
-def _http_url(url: str) -> str:
-    """Return the address as http(s), which is where `/ready` is asked."""
-    address = urlsplit(websocket_url(url))
-    return f"{'https' if address.scheme == 'wss' else 'http'}://{address.netloc}"
-
-
-def _check_can_start(address: str) -> None:
-    """Refuse where a daemon cannot be started by this command.
-
-    Raises:
-        EnvironmentProblem: The address is another machine's, or the server is not installed here.
-    """
-    host = urlsplit(address).hostname or ""
-    try:
-        here = host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        here = False
-    if not here or address.startswith("https"):
-        raise EnvironmentProblem(
-            f"no daemon answers at {address}", hint="start it there with `chatd serve`, or check the address"
-        )
-    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("uvicorn") is None:
-        raise EnvironmentProblem(
-            f"no daemon answers at {address}, and none can be started here: the server is not installed",
-            hint='pip install "chatd[server,tui]", or name the daemon of another machine: chatd-tui URL',
-        )
 
 
 if __name__ == "__main__":

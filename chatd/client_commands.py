@@ -1,0 +1,130 @@
+"""`chatd ask` and `chatd top`: commands for people and scripts that have a daemon's address and a key."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from chatd.config import check_key_transport, client_defaults
+from chatd.errors import EnvironmentProblem, InvalidRequest
+
+notices = Console(stderr=True)
+
+UrlOption = Annotated[str | None, typer.Option(help="Of the daemon (default: CHATD_URL, or this machine).")]
+KeyOption = Annotated[str | None, typer.Option(help="Default: CHATD_KEY, or this machine's local key.")]
+
+
+def ask(
+    question: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="QUESTION", help="What to ask; text from a pipe is put below it, or asked alone."),
+    ] = None,
+    session: Annotated[
+        str | None, typer.Option(help="Go on in this conversation: its id, its title, or `last`.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="The conversation's system prompt from here on.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object: text, reason, usage, timings and ids.")
+    ] = False,
+    start: Annotated[
+        bool, typer.Option("--start", help="Where no daemon runs here, start one for this question.")
+    ] = False,
+    url: UrlOption = None,
+    key: KeyOption = None,
+) -> None:
+    """Ask one question and print the answer as it comes."""
+    text = _question_text(" ".join(question or ()), _piped_text())
+    address, key = _daemon(url, key)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What the output's encoding cannot say is no reason to lose the rest.
+        sys.stdout.reconfigure(errors="replace")
+    with _running(address, key, start) as (address, key):
+        from chatd.asking import NOBODY_READS, Question, ask_daemon
+
+        asked = Question(text, session=session, system=system, as_json=as_json)
+        exit_code = asyncio.run(ask_daemon(address, key, asked, sys.stdout, notices))
+        if exit_code == NOBODY_READS:
+            _discard_output()
+    raise typer.Exit(exit_code)
+
+
+def _question_text(typed: str, piped: str) -> str:
+    """Return the message: what was typed, what was piped, or the one above the other."""
+    parts = [part for part in (typed.strip(), piped.strip("\n")) if part.strip()]
+    if not parts:
+        raise typer.BadParameter('nothing is asked: chatd ask "…", or text through a pipe')
+    return "\n\n".join(parts)
+
+
+def _piped_text() -> str:
+    """Return what comes through a pipe or from a file, "" at a terminal.
+
+    Raises:
+        BadParameter: It is no text, or more than any message can be.
+    """
+    if sys.stdin is None or sys.stdin.isatty():
+        return ""
+    from chatd.protocol import MAX_FRAME_BYTES
+
+    data = sys.stdin.buffer.read(MAX_FRAME_BYTES + 1)
+    if len(data) > MAX_FRAME_BYTES:
+        raise typer.BadParameter(f"standard input has more than {MAX_FRAME_BYTES} bytes, which no message can have")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"standard input is not UTF-8 text (at byte {error.start})") from None
+
+
+def _daemon(url: str | None, key: str | None) -> tuple[str, str | None]:
+    """Return the address to ask and the key for it."""
+    from chatd.local_daemon import daemon_url
+
+    try:
+        address = daemon_url(client_defaults(url).url)
+        key = key or client_defaults(address).key
+        check_key_transport(address, key)
+    except InvalidRequest as error:
+        raise typer.BadParameter(f"{error.message}{f' ({error.hint})' if error.hint else ''}") from None
+    return address, key
+
+
+@contextmanager
+def _running(address: str, key: str | None, start: bool) -> Iterator[tuple[str, str | None]]:
+    """Give the address and key of the daemon that runs, or of one that is started for as long as the block.
+
+    Raises:
+        EnvironmentProblem: None answers, and none was to be started or none can be.
+    """
+    from chatd.local_daemon import LocalDaemon, check_can_start, private_url, readiness
+
+    if readiness(address) is not None:
+        yield address, key
+        return
+    if not start:
+        raise EnvironmentProblem(
+            f"no daemon answers at {address}", hint="start one with `chatd serve`, or for this question with --start"
+        )
+    check_can_start(address)
+    with LocalDaemon(private_url(urlsplit(address).port or 0)) as daemon:
+        with notices.status("starting a daemon") as status:
+            daemon.wait_ready(
+                lambda phase, done: status.update(f"{escape(phase)} {done:.0%}" if done else escape(phase))
+            )
+        yield daemon.url, daemon.key
+
+
+def _discard_output() -> None:
+    """Have what is left in the output's buffer go nowhere, so that the exit is quiet."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
