@@ -24,10 +24,10 @@ from typing import Literal
 
 import xxhash
 
+from chatd.testing.constant_hash import constant_hash
 from chatd.testing.session_simulation import VERBS as SESSION_VERBS
 from chatd.testing.session_simulation import simulate_sessions
 from chatd.testing.simulation import SHAPES, VERBS, simulate
-from chatd.testing.witness import constant_hash
 
 Ahead = Literal["", "late", "early"]
 AHEAD: tuple[Ahead, ...] = ("", "late", "early")

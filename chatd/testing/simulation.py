@@ -14,7 +14,8 @@ from chatd.engine.plan import RequestId
 from chatd.engine.sampling import BeamSearch, SamplingParams
 from chatd.kvcache.prefix_index import HashFunction
 from chatd.testing.pipelined_runner import PipelinedProvenanceRunner
-from chatd.testing.witness import STOP_ID, VOCAB_SIZE, Job, Session, Shape, Witness
+from chatd.testing.witness import Witness
+from chatd.testing.witnessed_sessions import STOP_ID, VOCAB_SIZE, Job, Session, Shape
 
 SHAPES = (
     Shape(),

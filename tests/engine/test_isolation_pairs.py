@@ -6,8 +6,8 @@ import pytest
 
 from chatd.engine.core import TenantLimits
 from chatd.engine.messages import RequestClass, Retain, Started, Waiting
+from chatd.testing.constant_hash import constant_hash
 from chatd.testing.engine import EngineHarness, engine_config, sampling_params
-from chatd.testing.witness import constant_hash
 
 PAIRS = 10_000
 ROUND = 50

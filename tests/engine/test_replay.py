@@ -24,11 +24,12 @@ from chatd.engine.plan import Chunk, Plan, RequestId
 from chatd.engine.recording import RecordingCore
 from chatd.engine.replay import Difference, Replay, replay_file
 from chatd.engine.sampling import BeamSearch
-from chatd.testing import engine, witness
+from chatd.testing import engine, witnessed_engine
+from chatd.testing.constant_hash import constant_hash
 from chatd.testing.engine import EngineHarness, ProvenanceRunner, engine_config, sampling_params
 from chatd.testing.pipelined_runner import PipelinedProvenanceRunner
 from chatd.testing.simulation import SHAPES, Simulation
-from chatd.testing.witness import constant_hash
+from chatd.testing.witnessed_sessions import Shape
 
 
 class Kept:
@@ -76,7 +77,7 @@ def quiet() -> Iterator[None]:
 def recorded(seed: int, num_steps: int, **options: Any) -> tuple[Kept, Simulation]:
     kept = Kept()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(witness, "EngineCore", functools.partial(RecordingCore, make_writer=kept.open))
+        patch.setattr(witnessed_engine, "EngineCore", functools.partial(RecordingCore, make_writer=kept.open))
         simulation = Recordable(seed, **options)
     simulation.run(num_steps)
     simulation.drain()
@@ -154,7 +155,7 @@ def test_a_result_that_nobody_asks_for_is_a_difference() -> None:
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), shape=st.sampled_from(SHAPES), constant=st.booleans())
-def test_any_simulation_is_replayed_to_the_same_log(seed: int, shape: witness.Shape, constant: bool) -> None:
+def test_any_simulation_is_replayed_to_the_same_log(seed: int, shape: Shape, constant: bool) -> None:
     options = {"hash_function": constant_hash if constant else xxhash.xxh3_128_digest}
     kept, simulation = recorded(seed, 80, shape=shape, **options)
     more = {"max_entries_per_key": shape.num_blocks} if constant else {}
@@ -358,7 +359,7 @@ def logged(path: Path, seed: int = 4, num_steps: int = 150) -> Simulation:
         return LogWriter(path, header, 2**24)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(witness, "EngineCore", functools.partial(RecordingCore, make_writer=make_writer))
+        patch.setattr(witnessed_engine, "EngineCore", functools.partial(RecordingCore, make_writer=make_writer))
         simulation = Recordable(seed)
     simulation.run(num_steps)
     simulation.drain()
@@ -389,7 +390,7 @@ def test_a_log_of_another_process_is_replayed_whatever_its_hash_seed(tmp_path: P
 import functools, logging, pathlib
 from chatd.engine.decision_log import LogWriter
 from chatd.engine.recording import RecordingCore
-from chatd.testing import witness
+from chatd.testing import witnessed_engine
 from chatd.testing.simulation import SHAPES, Simulation
 
 logging.disable(logging.CRITICAL)
@@ -397,7 +398,7 @@ Simulation._die = Simulation._corrupt = lambda self: False
 for number, shape in enumerate(SHAPES):
     path = pathlib.Path({str(tmp_path)!r}) / str(number)
     make = functools.partial(RecordingCore, make_writer=lambda header: LogWriter(path, header, 2**24))
-    witness.EngineCore = make
+    witnessed_engine.EngineCore = make
     simulation = Simulation(number, shape)
     simulation.run(60)
     simulation.core.close()

@@ -16,11 +16,13 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from chatd.engine.fairness import VirtualCounters
 from chatd.engine.messages import RequestClass
 from chatd.engine.sampling import SamplingParams
+from chatd.testing.constant_hash import constant_hash
 from chatd.testing.night import HASHES, Run, all_runs, describe, simulate_all, simulate_run
 from chatd.testing.night import SEEDS as NIGHT_SEEDS
 from chatd.testing.night import STEPS as NIGHT_STEPS
 from chatd.testing.simulation import SHAPES, VERBS, Simulation, simulate
-from chatd.testing.witness import STOP_ID, VOCAB_SIZE, Shape, Witness, constant_hash
+from chatd.testing.witness import Witness
+from chatd.testing.witnessed_sessions import STOP_ID, VOCAB_SIZE, Shape
 
 # 10 shapes × 2 hashes × 6 seeds × 800 steps: 96,000 steps; two million of them by night.
 SEEDS, STEPS = 6, 800

@@ -8,7 +8,7 @@ import xxhash
 from chatd.kvcache.block_pool import BlockPool
 from chatd.kvcache.manager import KVCacheManager
 from chatd.kvcache.prefix_index import Namespace, PrefixIndex
-from chatd.testing.witness import constant_hash
+from chatd.testing.constant_hash import constant_hash
 
 SIZE = 4
 

@@ -7,7 +7,7 @@ import xxhash
 
 from chatd.kvcache.block import BlockId
 from chatd.kvcache.prefix_index import Namespace, PrefixIndex
-from chatd.testing.witness import constant_hash
+from chatd.testing.constant_hash import constant_hash
 
 BASE = ("weights", "fp16", "float16", 1, None)
 
