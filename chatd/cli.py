@@ -24,7 +24,7 @@ from rich.table import Column, Table
 
 import chatd
 from chatd.clean import clean
-from chatd.client_commands import ask
+from chatd.client_commands import ask, top
 from chatd.config import (
     BUILT_IN_MODEL,
     LoadedSettings,
@@ -328,6 +328,7 @@ def schema() -> None:
 
 
 app.command(rich_help_panel=CONVERSATIONS)(ask)
+app.command(rich_help_panel=SERVING)(top)
 app.command(rich_help_panel=CONVERSATIONS)(usage)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -56,6 +57,46 @@ def ask(
         if exit_code == NOBODY_READS:
             _discard_output()
     raise typer.Exit(exit_code)
+
+
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print the pool as it is now, and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --once: one JSON object, for scripts.")] = False,
+    url: UrlOption = None,
+    key: KeyOption = None,
+) -> None:
+    """Show where the memory goes: the block pool, live or once."""
+    if as_json and not once:
+        raise typer.BadParameter("--json prints one reading: add --once")
+    address, key = _daemon(url, key)
+    if not once and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise EnvironmentProblem("chatd top needs a terminal", hint="`chatd top --once` prints the pool as it is now")
+    from chatd.local_daemon import readiness
+
+    if readiness(address) is None:
+        raise EnvironmentProblem(f"no daemon answers at {address}", hint="start one with `chatd serve`")
+    if once:
+        _print_pool(address, key, as_json)
+        return
+    try:
+        from chatd_tui.top import run_pool
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"the terminal client is not installed ({error.name} is missing)",
+            hint='pip install "chatd[tui]"; `chatd top --once` does without',
+        ) from None
+    run_pool(address, key)
+
+
+def _print_pool(address: str, key: str | None, as_json: bool) -> None:
+    from chatd.pool_report import as_builtins, as_tables, read_pool
+
+    hello, state = asyncio.run(read_pool(address, key))
+    if as_json:
+        # The one control character that JSON lets stand in ASCII.
+        typer.echo(json.dumps(as_builtins(hello, state)).replace("\x7f", "\\u007f"))
+    else:
+        Console(highlight=False).print(as_tables(hello, state))
 
 
 def _question_text(typed: str, piped: str) -> str:

@@ -33,7 +33,19 @@ def chatd(*arguments: str, home: Path, **environment: str) -> subprocess.Complet
 
 def test_help_groups_the_commands(tmp_path: Path) -> None:
     shown = chatd("--help", home=tmp_path).stdout
-    for word in ("Serving", "Conversations", "Setting up", "serve", "chat", "ask", "pull", "keys", "config", "schema"):
+    for word in (
+        "Serving",
+        "Conversations",
+        "Setting up",
+        "serve",
+        "top",
+        "chat",
+        "ask",
+        "pull",
+        "keys",
+        "config",
+        "schema",
+    ):
         assert word in shown
 
 

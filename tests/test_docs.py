@@ -220,7 +220,7 @@ def test_quoted_help_is_the_help() -> None:
     environment = {**os.environ, "COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
     modules = {"chatd": "chatd.cli", "chatd-tui": "chatd_tui.cli"}
     quotes = [text for page in PAGES for text in fences(page, "text") if text.startswith("$ chatd")]
-    assert len(quotes) == 5
+    assert len(quotes) == 6
     running = []
     for quote in quotes:
         name, *arguments = quote[2:].split("\n", 1)[0].split()

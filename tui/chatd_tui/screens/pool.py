@@ -97,6 +97,7 @@ class PoolScreen(Screen[None]):
         block_size: Tokens in a block.
         with_map: Whether the daemon offers the map.
         watch: Called with the number of cells that fit, or None without a map.
+        keys: What the line of keys says.
     """
 
     DEFAULT_CSS = """
@@ -124,8 +125,17 @@ class PoolScreen(Screen[None]):
         Binding("down", "scroll_sessions(1)", "Scroll", show=False),
     ]
 
-    def __init__(self, block_size: int, with_map: bool, watch: Callable[[int | None], None]) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        with_map: bool,
+        watch: Callable[[int | None], None],
+        keys: Sequence[tuple[str, str]] = KEYS,
+    ) -> None:
         super().__init__()
+        self._keys = keys
+        self._head = ("The pool", "")
+        self._connection = ""
         self._block_size = block_size
         self._with_map = with_map
         self._watch = watch
@@ -148,7 +158,7 @@ class PoolScreen(Screen[None]):
                     yield Sparkline("evictions", "$error", id="evictions")
                 with VerticalScroll(id="sessions-panel"):
                     yield Static(id="table", markup=False)
-        yield KeyLine(KEYS)
+        yield KeyLine(self._keys)
 
     def on_mount(self) -> None:
         """Ask for what fits, once that is known."""
@@ -175,12 +185,14 @@ class PoolScreen(Screen[None]):
             self._watch(cells)
 
     def show(self, state: PoolState, now_s: float) -> None:
-        """Draw the pool at a step."""
+        """Draw the pool at a step, but while the page opens or closes."""
+        if not self._is_drawn:
+            return
         totals = state.totals
         self.history.add(totals, now_s)
         head = f"The pool   {totals.blocks} blocks of {self._block_size} tokens   step {state.step}"
-        running = f"   {totals.running} running, {totals.waiting} waiting"
-        self.query_one("#head", Static).update(Content.assemble((head, "bold"), (running, "$muted")))
+        self._head = (head, f"   {totals.running} running, {totals.waiting} waiting")
+        self._draw_head()
         self.query_one("#totals", Static).update(totals_line(totals, state.tiers))
         self._spark("occupancy", self.history.occupancy, percent(self.history.occupancy[-1]))
         self._spark("tok_s", self.history.tok_s, rate(totals.tok_s))
@@ -194,6 +206,21 @@ class PoolScreen(Screen[None]):
         if state.sessions is not None:
             table = self.query_one("#table", Static)
             table.update(session_table(state.sessions, self.query_one("#sessions-panel").content_size.width))
+
+    def show_connection(self, text: str) -> None:
+        """Say that what is drawn is not the pool as it is now, and why; "" where it is."""
+        self._connection = text
+        if self._is_drawn:
+            self._draw_head()
+
+    @property
+    def _is_drawn(self) -> bool:
+        return bool(self.query("#head"))
+
+    def _draw_head(self) -> None:
+        head, running = self._head
+        after = (f"   {self._connection}", "$warning") if self._connection else (running, "$muted")
+        self.query_one("#head", Static).update(Content.assemble((head, "bold"), after))
 
     def _spark(self, ident: str, values: Sequence[float] | deque[float], value: str) -> None:
         line = self.query_one(f"#{ident}", Sparkline)

@@ -1,0 +1,83 @@
+"""`chatd top`: the pool page alone, without a conversation."""
+
+from __future__ import annotations
+
+import time
+from typing import ClassVar
+
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.widgets import Static
+
+from chatd.client import ConnectionPhase
+from chatd.errors import ChatdError
+from chatd_tui import messages
+from chatd_tui.link import DaemonLink
+from chatd_tui.screens.pool import PoolScreen
+from chatd_tui.status_text import connection_text
+from chatd_tui.theme import CHATD
+
+KEYS = (("Esc", "quit"), ("↑↓", "scroll the sessions"))
+
+
+class PoolApp(App[ChatdError | None]):
+    """Shows one daemon's pool until the person quits; returns why, where the daemon refused.
+
+    Args:
+        url: Of the daemon.
+        key: Sent as a bearer token.
+    """
+
+    TITLE = "chatd top"
+    ENABLE_COMMAND_PALETTE = False
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,ctrl+c,ctrl+q", "quit", "Quit", show=False)]
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        super().__init__()
+        self.register_theme(CHATD)
+        self.theme = CHATD.name
+        self.link = DaemonLink(url, key, self.post_message)
+        self.page: PoolScreen | None = None
+
+    def compose(self) -> ComposeResult:
+        """Lay out what is there before the page."""
+        yield Static("connecting", id="connection", markup=False)
+
+    def on_mount(self) -> None:
+        """Connect."""
+        self.run_worker(self.link.run(), name="link", exit_on_error=True)
+
+    async def on_unmount(self) -> None:
+        """End what the link still runs."""
+        await self.link.stop()
+
+    def on_connection_changed(self, message: messages.ConnectionChanged) -> None:
+        """Open the page once there is a daemon, and say on it where the connection stands."""
+        state, hello = message.state, message.hello
+        if state.phase is ConnectionPhase.CLOSED and state.error is not None:
+            self.exit(state.error)
+            return
+        if self.page is None and hello is not None:
+            self.page = PoolScreen(hello.model.block_size, "pool.map" in hello.caps, self.link.watch_page, KEYS)
+            self.push_screen(self.page, lambda _: self.exit())
+        text = connection_text(state)
+        if self.page is None:
+            self.query_one("#connection", Static).update(text)
+        else:
+            self.page.show_connection("" if state.phase is ConnectionPhase.CONNECTED else text)
+
+    def on_pool_changed(self, message: messages.PoolChanged) -> None:
+        """Draw the pool."""
+        if self.page is not None:
+            self.page.show(message.state, time.monotonic())
+
+
+def run_pool(url: str, key: str | None = None) -> None:
+    """Show the pool in this terminal until the person quits.
+
+    Raises:
+        ChatdError: The daemon refused.
+    """
+    error = PoolApp(url, key).run()
+    if error is not None:
+        raise error
