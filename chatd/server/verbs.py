@@ -196,7 +196,7 @@ async def _session_close(connection: Connection, command: SessionClose) -> Event
 
 async def _session_erase(connection: Connection, command: SessionErase) -> Event | None:
     daemon, owner = connection.daemon, connection.owner
-    session = await daemon.manager.resolve(owner, command.session)
+    session = await daemon.manager.resolve(owner, command.session, with_messages=False)
     erased = await daemon.manager.erase(session, re=command.id, subscriber=connection, receipt=receipt_of(command))
     daemon.answers.erase(owner.tenant, owner.user, session.id)
     return erased

@@ -84,6 +84,7 @@ class Drafts:
         self._monotonic = monotonic
         self._drafts: dict[str, _Draft] = {}  # by session, the longest unchanged first
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._encoding = asyncio.Lock()
 
     def __len__(self) -> int:
         return len(self._drafts)
@@ -121,7 +122,7 @@ class Drafts:
     def resume(self, session: Session) -> None:
         """Go on with a session's draft now that the session is free."""
         draft = self._drafts.get(session.id)
-        if draft is not None and session.id not in self._tasks and session.turn is None:
+        if draft is not None and session.id not in self._tasks and self._is_due(draft):
             task = asyncio.get_running_loop().create_task(self._compute(draft), name="type-ahead")
             self._tasks[session.id] = task
             task.add_done_callback(lambda done: self._on_task_done(session, done))
@@ -170,11 +171,15 @@ class Drafts:
 
     async def _compute(self, draft: _Draft) -> None:
         """Give the engine a draft, and again for as long as it changes."""
+        session = draft.session
         while self._is_due(draft):
-            content, session = draft.content, draft.session
-            conversation = session.conversation
-            head, system = conversation.head, conversation.system
-            node, ids = await self._contexts.draft(session.context_policy, system, head, content, date=session.date)
+            # One at a time: threads are for what is sent, and in turn, so nobody's drafts wait for ever.
+            async with self._encoding:
+                if not self._is_due(draft):
+                    return
+                conversation, content = session.conversation, draft.content
+                head, system = conversation.head, conversation.system
+                node, ids = await self._contexts.draft(session.context_policy, system, head, content, date=session.date)
             if not self._is_due(draft) or (conversation.head, conversation.system) != (head, system):
                 continue
             if draft.content == content:
@@ -191,7 +196,8 @@ class Drafts:
     def _is_due(self, draft: _Draft) -> bool:
         """Return whether the latest of a draft is not with the engine, and may be."""
         is_latest = draft.given is not None and draft.given[0] == draft.content
-        is_open = self._drafts.get(draft.session.id) is draft and draft.session.turn is None
+        session = draft.session
+        is_open = self._drafts.get(session.id) is draft and session.turn is None and not session.is_erasing
         return is_open and not is_latest
 
     def _on_computed(self, draft: _Draft, given: tuple[str, int], done: Done | None) -> None:
@@ -209,6 +215,8 @@ class Drafts:
         self._tasks.pop(session.id, None)
         error = None if task.cancelled() else task.exception()
         if error is None:
+            if not task.cancelled():
+                self.resume(session)  # It may be another draft than the one that the task was for.
             return
         # What can never be sent is refused when it is, and then its writer is told why.
         if not isinstance(error, ChatdError):

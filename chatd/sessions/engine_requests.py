@@ -8,8 +8,9 @@ is new.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from chatd.engine.messages import (
@@ -348,7 +349,7 @@ class EngineRequests:
         if answer is not None and not answer.done():
             answer.set_result(forked)
 
-    async def erase(self, session: Session, logs: Sequence[Sequence[int]]) -> Erased:
+    async def erase(self, session: Session, logs: Iterable[Sequence[int]]) -> Erased:
         """Have the engine forget an idle session's lease and everything that it computed of these logs, in every tier.
 
         Returns:
@@ -361,7 +362,8 @@ class EngineRequests:
         lease = session.lease
         self.take_back_draft(session)
         gone = Erased(lease.id, 0, 0, 0)
-        for log in logs or ((),):
+        each = iter(logs)
+        for log in itertools.chain((next(each, ()),), each):  # The lease goes too where there is no log.
             answer: asyncio.Future[Erased] = asyncio.get_running_loop().create_future()
             self._erasures[lease.id] = answer
             try:

@@ -6,13 +6,14 @@ is lost, and a journal that takes nothing leaves a session whose KV is computed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 
-from chatd.errors import PermissionDenied, StorageError
+from chatd.errors import DamagedRecord, PermissionDenied, StorageError
 from chatd.journal.records import Erased
 from chatd.protocol import EraseReceipt, SessionErased
 from chatd.sessions.attachments import Attachments
-from chatd.sessions.conversation import Conversation, Node, log_of
+from chatd.sessions.conversation import Conversation, last_answer, log_of
 from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.events import Subscriber
 from chatd.sessions.ports import Journal
@@ -20,6 +21,8 @@ from chatd.sessions.recorder import Receipt, Recorder
 from chatd.sessions.session import Session
 from chatd.sessions.store import SessionStore
 from chatd.sessions.turns import TurnRunner
+
+_log = logging.getLogger(__name__)
 
 
 class Eraser:
@@ -66,16 +69,30 @@ class Eraser:
                 await turn.ended.wait()
             async with session.lock:
                 session.check_there()
-                await self._store.loader.load(session)
+                try:
+                    await self._store.loader.load(session)
+                except DamagedRecord as error:
+                    # It goes all the same, but nobody knows the ids of which a tier may have KV.
+                    _log.error("a damaged session is erased: %s", error.message)
                 if session.turn is None:  # Else it began while the lock was waited for.
                     return await self._erase(session, re, subscriber, receipt)
 
     async def _erase(
         self, session: Session, re: str | None, subscriber: Subscriber | None, receipt: Receipt | None
     ) -> SessionErased:
+        session.is_erasing = True
+        try:
+            return await self._erase_all(session, re, subscriber, receipt)
+        finally:
+            session.is_erasing = False
+
+    async def _erase_all(
+        self, session: Session, re: str | None, subscriber: Subscriber | None, receipt: Receipt | None
+    ) -> SessionErased:
         owner = session.owner
-        gone = await self._requests.erase(session, logs_of(session.conversation))
-        kept = self._count(session)
+        is_loaded = session.is_loaded
+        gone = await self._requests.erase(session, logs_of(session.conversation) if is_loaded else ())
+        kept = self._count(session) if is_loaded else Erased(messages=0, shared_messages=0, tokens=0, num_bytes=0)
         if self._recorder.keeps(session):
             # What is owed of it would be written after it is gone.
             await self._recorder.commit(())
@@ -117,10 +134,14 @@ class Eraser:
         return Erased(messages=len(own), shared_messages=len(nodes) - len(own), tokens=num_tokens, num_bytes=0)
 
 
-def logs_of(conversation: Conversation) -> list[Sequence[int]]:
-    """Return every log that a conversation's answers had: of each branch, and those that were put together anew."""
+def logs_of(conversation: Conversation) -> Iterator[Sequence[int]]:
+    """Yield every log that a conversation's answers had: of each branch, and those that were put together anew.
+
+    One at a time: together they may be far more than there is of the conversation, which its branches share.
+    """
     followed = {node.parent for node in conversation}
-    ends: list[Node | None] = [node for node in conversation if node not in followed]
-    ends += [node.parent for node in conversation if node.log_system]
-    logs = {tuple(log_of(end)) for end in ends}
-    return [log for log in sorted(logs) if log]
+    ends = [last_answer(node) for node in conversation if node not in followed]
+    ends += [last_answer(node.parent) for node in conversation if node.log_system]
+    for end in dict.fromkeys(ends):
+        if end is not None:
+            yield log_of(end)

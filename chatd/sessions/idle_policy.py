@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
-from chatd.errors import ChatdError
+from chatd.errors import ChatdError, DamagedRecord, NotFound
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.session import Session
 from chatd.sessions.store import SessionStore
@@ -49,7 +49,10 @@ class IdlePolicy:
         self._clock = clock
 
     async def sweep(self) -> None:
-        """Do what is due; what is refused is tried again with the next sweep."""
+        """Do what is due; what is refused is tried again with the next sweep.
+
+        One session that cannot be put away, as a damaged one, keeps no other from it.
+        """
         num_changes = 0
         for session in list(self._store.by_lease.values()):
             change = self._due(session)
@@ -60,9 +63,15 @@ class IdlePolicy:
                 return
             try:
                 await change(session)
+            except NotFound:
+                continue  # It was erased meanwhile.
+            except DamagedRecord as error:
+                _log.error("an idle session cannot be put away: %s", error.message)
             except ChatdError as error:
                 _log.warning("an idle session could not be put away (%s)", error.error_code)
-                return
+                return  # The engine or the journal is not there for anybody.
+            except Exception:
+                _log.exception("session %s cannot be put away", session.id)
 
     def _due(self, session: Session) -> Callable[[Session], Awaitable[object]] | None:
         """Return what changes a session now; its KV is given up at once, where that is due."""

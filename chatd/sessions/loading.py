@@ -15,7 +15,7 @@ from chatd.sessions.model_profile import ModelProfile
 from chatd.sessions.ports import Journal
 from chatd.sessions.recorder import Recorder
 from chatd.sessions.session import Session
-from chatd.sessions.stored import conversation_of, session_record, without_ids
+from chatd.sessions.stored import are_ids_below, conversation_of, session_record, without_ids
 
 
 class SessionLoader:
@@ -49,15 +49,21 @@ class SessionLoader:
 
     async def _load(self, session: Session) -> None:
         record = session.stored
-        messages = await self._journal.messages(session.id)
-        served = self._model().vocabulary
-        if record.vocabulary != served:
+        # What is in progress beside the head was to be taken out, and is still there for want of room.
+        messages = [
+            message
+            for message in await self._journal.messages(session.id)
+            if message.status != "in_progress" or message.id == record.head
+        ]
+        model = self._model()
+        served = model.vocabulary
+        # In threads, since there may be thousands.
+        if record.vocabulary != served or not await asyncio.to_thread(are_ids_below, model.vocab_size, messages):
             recoded = without_ids(messages)
             by_id = {message.id: message for message in recoded}
             messages = [by_id.get(message.id, message) for message in messages]
             record = msgspec.structs.replace(record, vocabulary=served)
             session.recoded, session.vocabulary = recoded, served
-        # A thread, since there may be thousands.
         session.load(await asyncio.to_thread(conversation_of, record, messages))
 
     def can_unload(self, session: Session) -> bool:

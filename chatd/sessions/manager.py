@@ -255,16 +255,17 @@ class SessionManager:
         """
         return await self._recovery.restore()
 
-    async def resolve(self, owner: Owner, session_id: str) -> Session:
+    async def resolve(self, owner: Owner, session_id: str, *, with_messages: bool = True) -> Session:
         """Return an owner's session, with its messages: the one place where a name becomes a session.
 
         Whoever reads it does so at once; who awaits anything in between may find its messages gone to the journal.
+        Without its messages it may be erased only, so that a damaged one can be.
 
         Raises:
             NotFound: Unknown, or somebody else's; the same words for both.
             StorageError: The journal cannot be read.
         """
-        return await self._store.resolve(owner, session_id)
+        return await self._store.resolve(owner, session_id, with_messages=with_messages)
 
     async def create(self, owner: Owner, command: SessionCreate, *, receipt: Receipt | None = None) -> Session:
         """Open a session.

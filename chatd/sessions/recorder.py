@@ -131,6 +131,10 @@ class Recorder:
                 await self.save(session, changes())
             except StorageError as error:
                 failure = error
+            except Exception as error:
+                # Whatever it is: the turn ends, or its session would be busy for ever.
+                _log.exception("the end of a turn could not be made durable")
+                failure = StorageError(f"the end of the answer could not be kept: {type(error).__name__}")
             then(failure)
 
     def owe(self, changes: Sequence[Change], *, at_once: bool = False) -> None:

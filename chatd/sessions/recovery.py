@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from chatd.journal.records import RemoveMessages, SaveAnswer, SaveSession
+from chatd.errors import DamagedRecord, StorageError
+from chatd.journal.records import Change, MessageRecord, RemoveMessages, SaveAnswer, SaveSession, SessionRecord
 from chatd.sessions.ports import Journal
 from chatd.sessions.recorder import Recorder
 from chatd.sessions.session import Session
 from chatd.sessions.store import SessionStore
+from chatd.sessions.stored import are_ids_below
 from chatd.sessions.turn import Turn
 from chatd.sessions.turns import TurnRunner
 
@@ -70,7 +72,9 @@ class Recovery:
             in_flight.setdefault(session_id, []).append(message_id)
         turns: list[Turn] = []
         for session_id, message_ids in in_flight.items():
-            turn = await self._go_on(sessions[session_id], message_ids)
+            turn = None
+            if session_id in sessions:  # Else its record is damaged, and it was left out.
+                turn = await self._try_to_go_on(sessions[session_id], message_ids)
             if turn is not None:
                 turns.append(turn)
         if self._runner.is_ready:
@@ -78,29 +82,64 @@ class Recovery:
         answers = await self._journal.answers(self._clock() - ANSWERS_KEPT_S)
         return Restored(len(sessions), turns, answers)
 
+    async def _try_to_go_on(self, session: Session, message_ids: Sequence[str]) -> Turn | None:
+        """As `_go_on`; what is wrong with one session keeps no other from being served."""
+        try:
+            return await self._go_on(session, message_ids)
+        except DamagedRecord as error:
+            _log.error("an answer in progress of %s does not go on: %s", session.id, error.message)
+        except StorageError:
+            raise
+        except Exception:
+            _log.exception("an answer in progress of %s does not go on", session.id)
+        return None
+
     async def _go_on(self, session: Session, message_ids: Sequence[str]) -> Turn | None:
         """Go on with a session's answer; one that cannot go on is taken out, and what it answers stays.
 
-        That is one whose ids are of another vocabulary, or that failed while the journal took nothing.
+        That is one whose ids are of another vocabulary, that failed while the journal took nothing, or that fails now.
         """
         async with session.lock:
             stored = session.stored
             records = {message.id: message for message in await self._journal.messages(session.id)}
             head = stored.head if stored.head in message_ids else None
-            if head is not None and stored.vocabulary != self._runner.model.vocabulary:
-                answer, head = records[head], None
-                stored = msgspec.structs.replace(
-                    stored,
-                    head=answer.parent,
-                    num_items=stored.num_items - 1,
-                    num_tokens=max(0, stored.num_tokens - len(answer.prompt_ids)),
-                )
-            lost = tuple(message_id for message_id in message_ids if message_id != head)
-            if lost:
-                _log.warning("an answer in progress of %s cannot go on and is taken out", session.id)
-                await self._recorder.commit([SaveSession(stored), RemoveMessages(session.id, lost)])
-                session.unload(stored)
+            if head is not None and not self._has_served_ids(stored, records[head]):
+                stored, head = _without_answer(stored, records[head]), None
+            await self._take_out(session, stored, [message_id for message_id in message_ids if message_id != head])
             if head is None:
                 return None
             await self._store.loader.load(session)
-            return self._runner.restorer.take_up(session, records[head])
+            try:
+                return self._runner.restorer.take_up(session, records[head])
+            except Exception:
+                # It would be so at each start.
+                _log.exception("an answer in progress of %s could not be taken up", session.id)
+                await self._take_out(session, _without_answer(stored, records[head]), [head])
+                return None
+
+    def _has_served_ids(self, stored: SessionRecord, answer: MessageRecord) -> bool:
+        model = self._runner.model
+        return stored.vocabulary == model.vocabulary and are_ids_below(model.vocab_size, [answer])
+
+    async def _take_out(self, session: Session, stored: SessionRecord, message_ids: Sequence[str]) -> None:
+        """Take answers out of a session, whose record is then `stored`."""
+        if not message_ids:
+            return
+        _log.warning("an answer in progress of %s cannot go on and is taken out", session.id)
+        changes: list[Change] = [SaveSession(stored), RemoveMessages(session.id, tuple(message_ids))]
+        try:
+            await self._recorder.commit(changes)
+        except StorageError:
+            # A full disk is no reason not to start.
+            self._recorder.owe(changes)
+        session.unload(stored)
+
+
+def _without_answer(stored: SessionRecord, answer: MessageRecord) -> SessionRecord:
+    """Return the record of a session whose head is an answer in progress, without that."""
+    return msgspec.structs.replace(
+        stored,
+        head=answer.parent,
+        num_items=stored.num_items - 1,
+        num_tokens=max(0, stored.num_tokens - len(answer.prompt_ids)),
+    )

@@ -116,6 +116,10 @@ class Restorer:
                 self._requests.submit(turn)
             except Unavailable:
                 self.wait(turn)
+            except Exception as error:
+                # Those behind it go on all the same.
+                _log.exception("an answer of %s could not go on", turn.session.id)
+                self._ends.fail(turn, EngineError(f"the answer could not go on: {type(error).__name__}"))
 
     def take_up(self, session: Session, record: MessageRecord) -> Turn:
         """Go on with an answer that the journal has in progress, for nobody in particular."""

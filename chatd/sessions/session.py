@@ -101,6 +101,8 @@ class Session:
         hidden: It was made for a stateless request, and no list shows it.
 
     Attributes:
+        is_erasing: It is being erased: nothing of it is to be computed, or it would be left over.
+        is_erased: Nobody has it any more.
         lock: Held while a change is made durable and takes effect; nothing else changes meanwhile.
         vocabulary: Whose ids its answers have, as in the journal.
         recoded: Messages that lost their ids since the vocabulary changed, until the journal has them so.
@@ -135,7 +137,7 @@ class Session:
         self.context_policy: ContextPolicy = "refuse"
         self.closed = False
         self.turn: Turn | None = None
-        self.is_erased = False
+        self.is_erasing = self.is_erased = False
         self.lock = asyncio.Lock()
         self.vocabulary = ""
         self.recoded: list[MessageRecord] = []

@@ -73,15 +73,20 @@ class SessionStore:
         self._clock = clock
         self._last_lease = 0
 
-    async def resolve(self, owner: Owner, session_id: str) -> Session:
+    async def resolve(self, owner: Owner, session_id: str, *, with_messages: bool = True) -> Session:
         """Return an owner's session, with its messages: the one place where a name becomes a session.
+
+        Args:
+            owner: Whose.
+            session_id: Its name.
+            with_messages: Have them in memory; otherwise a damaged session is returned as well.
 
         Raises:
             NotFound: Unknown, or somebody else's; the same words for both.
             StorageError: The journal cannot be read.
         """
         session = self._named(owner, session_id)
-        if not session.is_loaded:
+        if with_messages and not session.is_loaded:
             await self.loader.load(session)
             self.make_room(owner, session)
             session = self._named(owner, session_id)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from chatd.engine.sampling import SamplingParams
+from chatd.errors import DamagedRecord
 from chatd.journal.records import ID_TYPE, MessageRecord, SessionRecord
 from chatd.protocol import Role
 from chatd.sessions.conversation import Conversation, Node
@@ -93,13 +94,17 @@ def conversation_of(record: SessionRecord, messages: Iterable[MessageRecord]) ->
     Args:
         record: Of the session.
         messages: Parents before children, siblings in their order.
+
+    Raises:
+        DamagedRecord: An answer has not what makes it one.
     """
     conversation = Conversation(record.system)
     for message in messages:
         parent = None if message.parent is None else conversation.get(message.parent)
         node = conversation.add_message(message.id, message.role, message.content, parent)
         if message.is_answer:
-            assert message.sampling is not None, f"answer {message.id} is kept without its parameters"
+            if message.sampling is None:
+                raise DamagedRecord(f"answer {message.id} is in the journal without its parameters")
             conversation.make_answer(
                 node,
                 message.prompt_ids,
@@ -145,3 +150,8 @@ def without_ids(messages: Sequence[MessageRecord]) -> list[MessageRecord]:
         for message in messages
         if message.is_answer
     ]
+
+
+def are_ids_below(vocab_size: int, messages: Iterable[MessageRecord]) -> bool:
+    """Return whether all token ids are of a vocabulary of this size; what was imported may have any."""
+    return all(max(ids, default=0) < vocab_size for message in messages for ids in (message.prompt_ids, message.ids))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chatd.errors import NotFound, PermissionDenied, StorageError, Unavailable
+from chatd.errors import DamagedRecord, NotFound, PermissionDenied, StorageError, Unavailable
 from chatd.journal.journal import Journal
 from chatd.protocol import (
     MessageEdit,
@@ -214,3 +214,68 @@ async def test_a_failed_turn_leaves_nothing_computed_behind() -> None:
     assert manager.items(session) == []
     assert cached(engine, ids) == 0
     assert engine.core.pool.num_active == 0
+
+
+async def test_what_is_typed_while_a_session_is_erased_leaves_nothing_behind() -> None:
+    engine = CoreEngine(answer_ids=encode_text("abc "))
+    journal = MemoryJournal()
+    manager = make_manager(engine, journal=journal)
+    session, connection = await opened(manager)
+    await say(engine, manager, session, "tell me " * 12)
+    log = list(session.conversation.log())
+    assert cached(engine, log) > 0
+    gate, erase = asyncio.Event(), journal.erase
+
+    async def slow(name: str):
+        await gate.wait()
+        return await erase(name)
+
+    journal.erase = slow
+    erasing = asyncio.create_task(manager.erase(session))
+    for _ in range(20):
+        await asyncio.sleep(0)
+        engine.run()
+    assert cached(engine, log) == 0
+    manager.prefill(session, "another long question of mine " * 4, connection)
+    for _ in range(50):
+        await asyncio.sleep(0.002)
+        engine.run()
+    gate.set()
+    await finished(engine, erasing)
+    engine.run()
+    assert cached(engine, log) == 0
+    assert not any(len(lease.table.block_ids) for lease in engine.core.leases)
+
+
+async def test_a_damaged_session_can_be_erased() -> None:
+    engine, journal = CoreEngine(answer_ids=encode_text("abc ")), MemoryJournal()
+    first = make_manager(engine, journal=journal)
+    session, _ = await opened(first)
+    await say(engine, first, session, "one")
+
+    async def messages(name: str):
+        raise DamagedRecord("a message is damaged")
+
+    journal.messages = messages
+    manager = make_manager(engine, journal=journal, boot="boot_2")
+    await manager.restore()
+    with pytest.raises(DamagedRecord):
+        await manager.resolve(ANN, session.id)
+    with pytest.raises(NotFound):
+        await manager.resolve(BOB, session.id, with_messages=False)
+    again = await manager.resolve(ANN, session.id, with_messages=False)
+    receipt = (await finished(engine, manager.erase(again))).receipt
+    assert receipt.messages == 2
+    assert await journal.sessions() == []
+
+
+async def test_branches_of_one_log_are_erased_once() -> None:
+    engine = CoreEngine(answer_ids=encode_text("abc "))
+    manager = make_manager(engine)
+    session, _ = await opened(manager)
+    await say(engine, manager, session, "one")
+    answer = session.conversation.head
+    for text in ("a", "b", "c"):
+        beside = UserMessage(session=session.id, content=text, parent=answer.id, respond=False)
+        await manager.user_message(session, beside)
+    assert len(list(logs_of(session.conversation))) == 1

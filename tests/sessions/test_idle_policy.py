@@ -2,6 +2,7 @@
 
 import asyncio
 
+from chatd.errors import DamagedRecord
 from chatd.protocol import SessionCreate, SessionList, SessionUpdate, UserMessage
 from chatd.sessions.idle_policy import DAY_S
 from chatd.sessions.manager import Owner, Session, SessionLimits, SessionManager
@@ -91,3 +92,32 @@ async def test_by_default_sessions_stay_as_they_are() -> None:
     await manager._idle.sweep()
     assert await listed(manager) == [session.id]
     assert held(engine) > 0
+
+
+async def test_a_damaged_session_keeps_no_other_from_being_put_away() -> None:
+    clock = FakeClock(1000.0)
+    engine, manager, journal = served(clock, retention_days=3)
+    bad, broken = await made(engine, manager), await made(engine, manager)
+    others = [await made(engine, manager) for _ in range(2)]
+    read = journal.messages
+
+    async def messages(session: str):
+        if session == bad.id:
+            raise DamagedRecord("a message is damaged")
+        if session == broken.id:
+            raise AssertionError("no sampling")
+        return await read(session)
+
+    journal.messages = messages
+    for session in (bad, broken):
+        manager._store.loader.unload(session)
+    clock.advance(4 * DAY_S)
+    sweeping = asyncio.create_task(manager._idle.sweep())
+    while not sweeping.done():
+        await asyncio.sleep(0)
+        engine.flush()
+    await sweeping
+    # What is damaged cannot be read, and is erased all the same.
+    assert await listed(manager) == [broken.id]
+    assert [record.id for record in await journal.sessions()] == [broken.id]
+    assert [await read(session.id) for session in (bad, *others)] == [[], [], []]
