@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -57,7 +58,6 @@ def load_decoder(
         ModelError: The folder's tensors do not fit its configuration, or the kernels cannot run its sizes.
         ConfigError: `max_model_len` beyond the model's context.
     """
-    report = progress or (lambda _phase, _fraction: None)
     config = load_decoder_config(folder)
     _check_sizes(config)
     context = config.max_context if max_model_len is None else max_model_len
@@ -67,17 +67,54 @@ def load_decoder(
             param="model.max_model_len",
             hint=f"--max-model-len {config.max_context} or less",
         )
-    device = torch.device(device)
     with WeightReader(folder, config) as reader:
-        packer = _Packer(reader, config, quantization, device, dtype, is_deterministic=is_deterministic)
-        weights = packer.pack(num_threads, report)
+        return pack_decoder(
+            config,
+            reader,
+            quantization=quantization,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=context,
+            max_num_logits=max_num_logits,
+            device=torch.device(device),
+            dtype=dtype,
+            is_deterministic=is_deterministic,
+            num_threads=num_threads,
+            progress=progress,
+        )
+
+
+class Tensors(Protocol):
+    """A model's tensors by transformers' names (`weights.expected_shapes`), for any thread."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor, which is copied where it has to stay."""
+        ...
+
+
+def pack_decoder(
+    config: DecoderConfig,
+    tensors: Tensors,
+    *,
+    quantization: str,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    max_num_logits: int = 0,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    is_deterministic: bool = False,
+    num_threads: int = 1,
+    progress: Progress | None = None,
+) -> Decoder:
+    """Make a decoder of tensors, wherever they come from; arguments are those of `load_decoder`."""
+    packer = _Packer(tensors, config, quantization, device, dtype, is_deterministic=is_deterministic)
+    weights = packer.pack(num_threads, progress or (lambda _phase, _fraction: None))
     return Decoder(
         config,
         weights,
         device=device,
         dtype=dtype,
         max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=context,
+        max_model_len=max_model_len,
         max_num_logits=max_num_logits,
     )
 
@@ -98,7 +135,7 @@ class _Packer:
 
     def __init__(
         self,
-        reader: WeightReader,
+        reader: Tensors,
         config: DecoderConfig,
         quantization: str,
         device: torch.device,

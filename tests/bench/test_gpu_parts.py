@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from chatd.bench.gpu import script
-from chatd.bench.gpu.parts import Bench, Part, Row, run_parts, table
+from chatd.bench.gpu.parts import Bench, NotHere, Part, Row, run_parts, table
 from chatd.bench.gpu.script import PARTS, is_right, main
 from chatd_kernels.stream import InterpretedStream
 
@@ -54,6 +54,27 @@ def test_a_part_that_fails_keeps_its_rows_and_lets_the_others_run() -> None:
     first, second = run_parts(parts, Bench(InterpretedStream()), 60.0, clock)
     assert (first.rows, first.error, first.seconds) == ([{"x": 1}], "RuntimeError: no memory", 2.0)
     assert (second.rows, second.error) == ([{"x": 2}], None)
+
+
+def test_a_part_that_takes_longer_than_there_is_time_ends_after_a_row() -> None:
+    clock = Clock()
+
+    def run(bench: Bench) -> Iterator[Row]:
+        for number in range(9):
+            clock.now += 4.0
+            yield {"x": number}
+
+    [outcome] = run_parts([Part("a", "a", 5.0, run)], Bench(InterpretedStream()), 10.0, clock)
+    assert (len(outcome.rows), outcome.error, outcome.skipped) == (3, None, "the rest of it: no time is left")
+
+
+def test_what_is_not_on_a_machine_is_skipped_with_the_reason() -> None:
+    def run(bench: Bench) -> Iterator[Row]:
+        yield {"x": 1}
+        raise NotHere("no such library")
+
+    [outcome] = run_parts([Part("a", "a", 1.0, run)], Bench(InterpretedStream()), 10.0, Clock())
+    assert (outcome.rows, outcome.error, outcome.skipped) == ([{"x": 1}], None, "no such library")
 
 
 def test_a_failed_check_is_wrong_and_figures_are_not() -> None:

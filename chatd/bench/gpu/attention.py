@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from chatd.bench.gpu.parts import Bench, Row
-from chatd.bench.gpu.timing import seconds_of
+from chatd.bench.gpu.parts import Bench, Rows
+from chatd.bench.gpu.timing import NUM_IN_RUN, seconds_of
 from chatd_kernels.kv_cache import allocate_kv_cache
 from chatd_kernels.paged_attention import build_metadata, paged_attention
 
@@ -17,6 +17,9 @@ BATCHES = (1, 8, 64, 256)
 CONTEXTS = (512, 4096, 32_768)
 PREFILLS = (512, 2048, 8192)
 _MOST_BYTES = 16 << 30
+_BEYOND_CACHES = 256 << 20
+"""Layers that are read one after the other hold so many bytes, so that none is found in the card's own cache."""
+_MOST_LAYERS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class DecodeBatch:
         batch: Sequences.
         length: Tokens of each, the new one included.
         device: Where it runs.
-        num_layers: Of the cache; the middle one is read.
+        num_layers: Of the cache; each call reads the next one.
         is_shuffled: Whether a sequence's blocks lie at random places, or one after the other.
     """
 
@@ -77,14 +80,16 @@ class DecodeBatch:
         )
         self._q = torch.randn(batch, heads.num_q_heads, heads.head_dim, device=device).to(heads.dtype)
         self._out = torch.empty(batch, heads.num_q_heads * heads.head_dim, dtype=heads.dtype, device=device)
-        self._layer = num_layers // 2
+        self.num_layers = num_layers
+        self._layer = 0
         self._scale = heads.head_dim**-0.5
         layout = self._cache.layout
         self.bytes_read = batch * length * 2 * layout.num_kv_heads * layout.head_stride // layout.block_size
         self.bytes_read *= layout.element_bytes
 
     def attend(self) -> None:
-        """Compute it."""
+        """Compute one layer."""
+        self._layer = (self._layer + 1) % self.num_layers
         paged_attention(self._q, self._cache, self._layer, self._metadata, self._out, self._scale)
 
 
@@ -93,22 +98,27 @@ def decode_rows(
     heads: Heads | None = None,
     batches: Sequence[int] = BATCHES,
     contexts: Sequence[int] = CONTEXTS,
-) -> Iterator[Row]:
+) -> Rows:
     """Yield decode attention of one layer by batch and context, paged and contiguous."""
     heads = heads or Heads()
     for context in contexts:
         for batch in batches:
             seconds = {}
             num_bytes = 0
-            if batch * context * 2 * heads.num_kv_heads * heads.head_dim * heads.dtype.itemsize > _MOST_BYTES:
+            layer_bytes = batch * context * 2 * heads.num_kv_heads * heads.head_dim * heads.dtype.itemsize
+            if layer_bytes > _MOST_BYTES:
                 continue
+            num_layers = min(_MOST_LAYERS, -(-_BEYOND_CACHES // layer_bytes))
             for is_shuffled in (True, False):
-                work = DecodeBatch(heads, batch, context, bench.device, is_shuffled=is_shuffled)
-                seconds[is_shuffled] = seconds_of(work.attend, bench.stream, budget_s=0.1)
+                work = DecodeBatch(heads, batch, context, bench.device, num_layers=num_layers, is_shuffled=is_shuffled)
+                seconds[is_shuffled] = seconds_of(
+                    work.attend, bench.stream, budget_s=0.1, num_in_run=max(NUM_IN_RUN, num_layers)
+                )
                 num_bytes = work.bytes_read
                 del work
             bandwidth = num_bytes / seconds[True]
             yield {
+                "KV": str(heads.kv_dtype or heads.dtype).removeprefix("torch."),
                 "batch": batch,
                 "context": context,
                 "MiB read": num_bytes / (1 << 20),
@@ -119,7 +129,7 @@ def decode_rows(
             }
 
 
-def prefill_rows(bench: Bench, heads: Heads | None = None, lengths: Sequence[int] = PREFILLS) -> Iterator[Row]:
+def prefill_rows(bench: Bench, heads: Heads | None = None, lengths: Sequence[int] = PREFILLS) -> Rows:
     """Yield causal attention of one whole prompt, in TFLOP/s, beside torch's on contiguous K and V."""
     heads = heads or Heads()
     for length in lengths:
@@ -166,3 +176,21 @@ def prefill_rows(bench: Bench, heads: Heads | None = None, lengths: Sequence[int
             "SDPA TFLOP/s": flops / theirs / 1e12,
             "SDPA / ours": theirs / ours,
         }
+
+
+def layout_rows(
+    bench: Bench, heads: Heads | None = None, batch: int = 64, length: int = 32_768, num_layers: int = 4
+) -> Rows:
+    """Yield decode attention of one layer, where a block holds several layers and where it holds this one alone."""
+    for name, layers in (("block-major", num_layers), ("layer-major", 1)):
+        work = DecodeBatch(heads or Heads(), batch, length, bench.device, num_layers=layers)
+        seconds = seconds_of(work.attend, bench.stream, num_in_run=num_layers)
+        yield {
+            "layout": name,
+            "layers in a block": layers,
+            "batch": batch,
+            "context": length,
+            "µs": seconds * 1e6,
+            "GB/s read": work.bytes_read / seconds / 1e9,
+        }
+        del work

@@ -7,14 +7,14 @@ device differs in its last bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from chatd.bench.gpu.parts import Bench, Row
+from chatd.bench.gpu.parts import Bench, Row, Rows
 from chatd_kernels.copy_blocks import copy_blocks
 from chatd_kernels.copy_blocks import reference as copy_reference
 from chatd_kernels.kv_cache import KVCache, allocate_kv_cache
@@ -42,11 +42,29 @@ _CHUNKS = [(1, 0), (90, 89), (33, 30), (70, 40), (20, 20), (129, 128), (700, 699
 """(length, computed before) of sequences; a step computes the rest, at least one position."""
 
 
-def check_rows(bench: Bench) -> Iterator[Row]:
-    """Yield a row for each check: the largest error, and what it may be."""
+def check_rows(
+    bench: Bench,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    chunks: Sequence[tuple[int, int]] = _CHUNKS,
+    vocab_size: int = 20_011,
+) -> Rows:
+    """Yield a row for each check: the largest error, and what it may be.
+
+    Args:
+        bench: See there.
+        dtypes: Of activations.
+        chunks: Of the attention's batch.
+        vocab_size: Of the logits that are drawn from.
+    """
+    device = bench.device
     torch.manual_seed(0)
-    for check in (_norms, _gates, _rotations, _attention, _products, _copies, _draws):
-        yield from check(bench.device)
+    yield from _norms(device, dtypes)
+    yield from _gates(device, dtypes)
+    yield from _rotations(device, dtypes)
+    yield from _attention(device, dtypes, chunks)
+    yield from _products(device)
+    yield from _copies(device)
+    yield from _draws(device, dtypes, vocab_size)
 
 
 def _row(kernel: str, dtype: torch.dtype, error: float, most: float) -> Row:
@@ -64,8 +82,8 @@ def _poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Te
     return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
 
-def _norms(device: torch.device) -> Iterator[Row]:
-    for dtype in DTYPES:
+def _norms(device: torch.device, dtypes: Sequence[torch.dtype]) -> Rows:
+    for dtype in dtypes:
         x, residual, weight = torch.randn(17, 4096).to(dtype), torch.randn(17, 4096).to(dtype), torch.randn(4096)
         here = residual.to(device, copy=True)
         out, expected = _poisoned(17, 4096, dtype=dtype, device=device), torch.empty_like(x)
@@ -76,13 +94,13 @@ def _norms(device: torch.device) -> Iterator[Row]:
         )
 
 
-def _gates(device: torch.device) -> Iterator[Row]:
+def _gates(device: torch.device, dtypes: Sequence[torch.dtype]) -> Rows:
     operations: tuple[tuple[Callable[..., object], Callable[..., object]], ...] = (
         (silu_mul, gate_reference.silu_mul),
         (gelu_tanh_mul, gate_reference.gelu_tanh_mul),
     )
     for operation, reference in operations:
-        for dtype in DTYPES:
+        for dtype in dtypes:
             gate_up = torch.randn(17, 2 * 2048).to(dtype)
             out, expected = _poisoned(17, 2048, dtype=dtype, device=device), torch.empty(17, 2048, dtype=dtype)
             operation(gate_up.to(device), out)
@@ -94,10 +112,10 @@ def _on_host(cache: KVCache) -> KVCache:
     return KVCache(cache.data.cpu(), cache.layout)
 
 
-def _rotations(device: torch.device) -> Iterator[Row]:
+def _rotations(device: torch.device, dtypes: Sequence[torch.dtype]) -> Rows:
     angles = torch.arange(300)[:, None] / 10000 ** (torch.arange(0, 64, 2) / 64)
     cos, sin = angles.cos(), angles.sin()
-    for dtype in DTYPES:
+    for dtype in dtypes:
         cache = allocate_kv_cache(3, 3, 2, 16, 64, dtype, device)
         expected_cache = _on_host(cache)
         qkv = torch.randn(20, 10 * 64).to(dtype)
@@ -122,20 +140,20 @@ def _rotations(device: torch.device) -> Iterator[Row]:
         yield _row("rope_kv_write", dtype, error, _ONE_ULP[dtype])
 
 
-def _attention(device: torch.device) -> Iterator[Row]:
-    for dtype, kv_dtype in (*((dtype, dtype) for dtype in DTYPES), (BFLOAT, FP8), (BFLOAT, INT8)):
-        counts = [-(-length // 16) for length, _ in _CHUNKS]
+def _attention(device: torch.device, dtypes: Sequence[torch.dtype], chunks: Sequence[tuple[int, int]]) -> Rows:
+    for dtype, kv_dtype in (*((dtype, dtype) for dtype in dtypes), (BFLOAT, FP8), (BFLOAT, INT8)):
+        counts = [-(-length // 16) for length, _ in chunks]
         host = allocate_kv_cache(sum(counts) + 2, 2, 2, 16, 64, kv_dtype, "cpu", key_group=1)
         # What no sequence owns is NaN.
         host.data.view(torch.uint8).fill_(0xFF)
         free = torch.randperm(host.num_blocks).tolist()
         tables = [[free.pop() for _ in range(count)] for count in counts]
-        for (length, _), table in zip(_CHUNKS, tables, strict=True):
+        for (length, _), table in zip(chunks, tables, strict=True):
             for position in range(length):
                 slot = table[position // 16] * 16 + position % 16
                 host.write_slot(slot, 1, torch.randn(2, 64), torch.randn(2, 64))
-        bounds = np.cumsum([0, *(max(1, length - seen) for length, seen in _CHUNKS)])
-        seen = [min(seen, length - 1) for length, seen in _CHUNKS]
+        bounds = np.cumsum([0, *(max(1, length - seen) for length, seen in chunks)])
+        seen = [min(seen, length - 1) for length, seen in chunks]
         q = torch.randn(int(bounds[-1]), 6, 64).to(dtype)
         expected = torch.empty(len(q), 6 * 64, dtype=torch.float64)
         cache = KVCache(host.data.to(device), host.layout)
@@ -161,7 +179,7 @@ def _attention(device: torch.device) -> Iterator[Row]:
                 yield _row(f"{name}, KV {str(kv_dtype).removeprefix('torch.')}", dtype, error, _ATTENTION[dtype])
 
 
-def _products(device: torch.device) -> Iterator[Row]:
+def _products(device: torch.device) -> Rows:
     formats: tuple[tuple[torch.dtype, WeightFormat], ...] = (
         (HALF, "fp16"),
         (BFLOAT, "bf16"),
@@ -184,7 +202,7 @@ def _products(device: torch.device) -> Iterator[Row]:
                 yield _row(name, dtype, _relative(out, expected.cpu()), 2e-4)
 
 
-def _copies(device: torch.device) -> Iterator[Row]:
+def _copies(device: torch.device) -> Rows:
     for dtype in (HALF, INT8):
         cache = allocate_kv_cache(9, 3, 2, 16, 80, dtype, device)
         cache.data.view(torch.uint8).random_(0, 256)
@@ -207,7 +225,7 @@ def _different_bytes(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.cpu().view(torch.uint8) != expected.cpu().view(torch.uint8)).sum())
 
 
-def _draws(device: torch.device) -> Iterator[Row]:
+def _draws(device: torch.device, dtypes: Sequence[torch.dtype], vocab_size: int) -> Rows:
     kinds: tuple[dict[str, Any], ...] = (
         {"flags": IS_GREEDY | HAS_LOGPROBS, "num_likeliest": 20},
         {"flags": 0, "temperature": 1.0},
@@ -215,8 +233,8 @@ def _draws(device: torch.device) -> Iterator[Row]:
         {"flags": 0, "temperature": 1.5, "top_k": 40, "min_p": 0.01},
         {"flags": 0, "temperature": 2.0, "top_k": 9000, "top_p": 0.95},
     )
-    vocab_size, num_rows = 20_011, 4 * len(kinds)
-    for dtype in DTYPES:
+    num_rows = 4 * len(kinds)
+    for dtype in dtypes:
         state = allocate_sampling_state(vocab_size, num_rows, num_rows, device)
         state.row_slots.copy_(torch.arange(num_rows, dtype=torch.int32))
         slots = [pack_slot(seed=row, position=row, **kinds[row % len(kinds)]) for row in range(num_rows)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from chatd_kernels.stream import Stream
 
 Row = dict[str, Any]
+Rows = Generator[Row, None, None]
 
 
 @dataclass(slots=True)
@@ -20,10 +23,14 @@ class Bench:
     Attributes:
         stream: Where they run.
         copy_bandwidth: Bytes read and written each second by a large copy, once that was measured.
+        product_flops: Operations each second of a large product of 16-bit numbers, likewise.
+        step_s: By model and batch, seconds of a decode step as it was first measured.
     """
 
     stream: Stream
     copy_bandwidth: float | None = None
+    product_flops: float | None = None
+    step_s: dict[tuple[str, int], float] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -45,18 +52,23 @@ class Part:
     name: str
     title: str
     seconds: float
-    run: Callable[[Bench], Iterator[Row]]
+    run: Callable[[Bench], Rows]
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a part: its rows, and why there are no more."""
+    """What became of a part: its rows, and why there are no more; of an error also where it was raised."""
 
     part: Part
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
     skipped: str | None = None
     error: str | None = None
+    trace: str | None = None
+
+
+class NotHere(Exception):
+    """A part cannot be measured on this machine, and why."""
 
 
 def run_parts(parts: Sequence[Part], bench: Bench, budget_s: float, clock: Callable[[], float]) -> Iterator[Outcome]:
@@ -70,10 +82,17 @@ def run_parts(parts: Sequence[Part], bench: Bench, budget_s: float, clock: Calla
             outcome.skipped = f"takes about {part.seconds:.0f} s, {left:.0f} s are left"
         else:
             try:
-                for row in part.run(bench):
-                    outcome.rows.append(row)
+                with closing(part.run(bench)) as rows:
+                    for row in rows:
+                        outcome.rows.append(row)
+                        if clock() - start >= budget_s:
+                            outcome.skipped = "the rest of it: no time is left"
+                            break
+            except NotHere as reason:
+                outcome.skipped = str(reason)
             except Exception as error:
                 outcome.error = f"{type(error).__name__}: {error}"
+                outcome.trace = traceback.format_exc()
             outcome.seconds = clock() - began
         yield outcome
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from chatd.bench.gpu.parts import Bench, Row
+from chatd.bench.gpu.parts import Bench, Rows
 from chatd.bench.gpu.timing import seconds_of
 from chatd_kernels.sampling import sample_rows
 from chatd_kernels.sampling.state import IS_GREEDY, SamplingState, allocate_sampling_state, pack_slot
@@ -43,7 +43,7 @@ def sampling_rows(
     batches: Sequence[int] = BATCHES,
     vocabularies: Sequence[int] = VOCABULARIES,
     kinds: Sequence[Kind] = KINDS,
-) -> Iterator[Row]:
+) -> Rows:
     """Yield µs of one step's draws, ours and by a sort; logits are float32."""
     for vocab_size in vocabularies:
         state = allocate_sampling_state(vocab_size, max(batches), max(batches), bench.device)

@@ -6,25 +6,45 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from chatd.bench.gpu.attention import decode_rows, prefill_rows
+from chatd.bench.gpu.attention import Heads, decode_rows, layout_rows, prefill_rows
 from chatd.bench.gpu.checks import check_rows
-from chatd.bench.gpu.copies import copy_rows, layout_rows
+from chatd.bench.gpu.engine import host_rows, prefix_rows
+from chatd.bench.gpu.models import LLAMA_31_8B
 from chatd.bench.gpu.parts import Bench, Outcome, Part, run_parts, table
+from chatd.bench.gpu.peer import peer_rows
+from chatd.bench.gpu.rates import copy_rows, product_rows
 from chatd.bench.gpu.sampling import sampling_rows
+from chatd.bench.gpu.steps import step_rows
 from chatd.bench.record import write_json
 from chatd_kernels.gpu_device import GpuStream, has_gpu
 
+FP8 = torch.float8_e4m3fn
 PARTS = (
-    Part("checks", "Every kernel against its reference", 60.0, check_rows),
+    Part("checks", "Every kernel against its reference", 110.0, check_rows),
     Part("copies", "Copies on the device", 5.0, copy_rows),
-    Part("decode", "Decode attention, one layer of an 8B model", 30.0, decode_rows),
-    Part("prefill", "Prefill attention, one layer of an 8B model", 20.0, prefill_rows),
-    Part("layouts", "Decode attention by the cache's layout", 15.0, layout_rows),
-    Part("sampling", "Drawing tokens", 60.0, sampling_rows),
+    Part("products", "A product of an 8B model: torch's, deterministic, 8-bit weights", 20.0, product_rows),
+    Part("steps", "A decode step of Qwen3-8B (random weights)", 40.0, step_rows),
+    Part("host", "A decode step of the whole engine, Qwen3-8B", 30.0, host_rows),
+    Part("decode", "Decode attention, one layer of an 8B model", 25.0, decode_rows),
+    Part("prefill", "Prefill attention, one layer of an 8B model", 15.0, prefill_rows),
+    Part("deterministic", "A deterministic decode step of Qwen3-8B", 35.0, partial(step_rows, is_deterministic=True)),
+    Part("fp8-steps", "A decode step of Qwen3-8B, KV in FP8", 25.0, partial(step_rows, kv_dtype=FP8)),
+    Part("fp8-decode", "Decode attention over FP8", 20.0, partial(decode_rows, heads=Heads(kv_dtype=FP8))),
+    Part("peer", "Prompts that come at once, beside transformers' continuous batching", 60.0, peer_rows),
+    Part("prefix", "Time to the first token behind a cached system prompt, Qwen3-8B", 15.0, prefix_rows),
+    Part("layouts", "Decode attention by the cache's layout", 10.0, layout_rows),
+    Part(
+        "llama",
+        "A decode step of Llama-3.1-8B (random weights)",
+        25.0,
+        partial(step_rows, name="Llama-3.1-8B", raw=LLAMA_31_8B),
+    ),
+    Part("sampling", "Drawing tokens, beside a sort", 40.0, sampling_rows),
 )
 """In this order; seconds are estimates for an H100-class card with an empty kernel cache."""
 
@@ -48,6 +68,8 @@ def main(arguments: Sequence[str]) -> int:
     for outcome in run_parts(parts, bench, options.minutes * 60.0, time.monotonic):
         outcomes.append(outcome)
         print(f"{outcome.part.name}: {_said(outcome)}", flush=True)
+        if outcome.trace is not None:
+            print(outcome.trace, file=sys.stderr, flush=True)
         # After each part, so that nothing is lost if a later one takes the process with it.
         write_json(options.json, "gpu", {"card": card, "torch": torch.__version__, "parts": _figures(outcomes)})
     for outcome in outcomes:
@@ -61,9 +83,12 @@ def is_right(outcome: Outcome) -> bool:
 
 
 def _said(outcome: Outcome) -> str:
-    if outcome.skipped is not None:
+    if outcome.skipped is not None and not outcome.rows:
         return f"skipped, {outcome.skipped}"
-    verdict = outcome.error or ("done" if is_right(outcome) else "WRONG RESULTS")
+    verdict = outcome.error or (outcome.skipped and f"without {outcome.skipped}")
+    if not is_right(outcome):
+        verdict = "WRONG RESULTS" if verdict is None else f"WRONG RESULTS, {verdict}"
+    verdict = verdict or "done"
     return f"{verdict}, {outcome.seconds:.1f} s"
 
 
@@ -73,6 +98,7 @@ def _figures(outcomes: Sequence[Outcome]) -> dict[str, object]:
             "seconds": outcome.seconds,
             "skipped": outcome.skipped,
             "error": outcome.error,
+            "trace": outcome.trace,
             "rows": outcome.rows,
         }
         for outcome in outcomes

@@ -8,10 +8,12 @@ from collections.abc import Callable
 
 from chatd_kernels.stream import Stream
 
-_NUM_IN_RUN = 4
+NUM_IN_RUN = 4
 
 
-def seconds_of(work: Callable[[], object], stream: Stream, *, budget_s: float = 0.2) -> float:
+def seconds_of(
+    work: Callable[[], object], stream: Stream, *, budget_s: float = 0.2, num_in_run: int | None = None
+) -> float:
     """Median seconds of the device's part of some work, run again and again for about so long.
 
     Runs are replayed from a graph, several in one, so that what the host does for a launch takes no part in it.
@@ -20,10 +22,12 @@ def seconds_of(work: Callable[[], object], stream: Stream, *, budget_s: float = 
         work: Puts kernels into the stream, the same ones every time.
         stream: Where it runs.
         budget_s: For all runs that count.
+        num_in_run: Times of the work in one graph.
     """
+    count = NUM_IN_RUN if num_in_run is None else num_in_run
 
     def several() -> None:
-        for _ in range(_NUM_IN_RUN):
+        for _ in range(count):
             work()
 
     stream.run(several).wait()
@@ -35,4 +39,4 @@ def seconds_of(work: Callable[[], object], stream: Stream, *, budget_s: float = 
         ended = stream.run(replay)
         ended.wait()
         times.append(ended.seconds)
-    return statistics.median(times) / _NUM_IN_RUN
+    return statistics.median(times) / count
