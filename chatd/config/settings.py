@@ -1,37 +1,19 @@
-"""Settings: a TOML file, then CHATD_ environment variables, then flags; the only place that reads the environment.
-
-`load_settings` says of each value where it came from. An unknown key is refused by its path, with the nearest right
-name. Everything here is data; whoever uses a setting checks it against the machine.
-"""
+"""All settings, what each is for, and what it may be. Data only: whoever uses a value checks it against the machine."""
 
 from __future__ import annotations
 
-import difflib
-import ipaddress
-import os
 import re
-import tomllib
-import typing
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
-from urllib.parse import urlsplit
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from chatd.errors import ConfigError, InvalidRequest
+from chatd.config.addresses import DEFAULT_PORT, is_address, is_loopback, origin_of, proxy_networks
+from chatd.errors import ConfigError
 
 ENV_PREFIX = "CHATD_"
 ENV_NESTED = "__"
-CLIENT_VARIABLES = frozenset({"CHATD_CONFIG", "CHATD_URL", "CHATD_KEY"})
-DEFAULT_PORT = 8790
 BUILT_IN_MODEL = "smollm2-135m"
 MAX_PUBLIC_PROMPTS = 64
 _HOST_NAME = re.compile(r"[0-9A-Za-z_-]+(\.[0-9A-Za-z_-]+)*\.?")
@@ -94,14 +76,14 @@ class ServerSettings(_Section):
     @classmethod
     def _check_hosts(cls, values: tuple[str, ...]) -> tuple[str, ...]:
         for value in values:
-            if not _HOST_NAME.fullmatch(value) and not _is_address(value):
+            if not _HOST_NAME.fullmatch(value) and not is_address(value):
                 raise ValueError(f"{value!r} is not a host name such as chat.example, without a port")
         return values
 
     @field_validator("allowed_origins")
     @classmethod
     def _check_origins(cls, values: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(_origin(value) for value in values)
+        return tuple(origin_of(value) for value in values)
 
 
 class ModelSettings(_Section):
@@ -311,109 +293,6 @@ class Settings(BaseSettings):
         return (init_settings,)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedSettings:
-    """Settings, and for each dotted path that is not a default, where its value came from."""
-
-    settings: Settings
-    sources: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class ClientDefaults:
-    """Where a client connects when it is not told: `CHATD_URL`, `CHATD_KEY`, else the daemon on this machine."""
-
-    url: str
-    key: str | None
-
-
-def config_dir() -> Path:
-    """Return the user's folder for chatd's configuration."""
-    return _user_dir("XDG_CONFIG_HOME", ".config")
-
-
-def disk_tier_directory(settings: Settings) -> Path:
-    """Return where the disk tier's files are."""
-    return (settings.engine.disk_directory or cache_dir() / "kv").expanduser().absolute()
-
-
-def cache_dir() -> Path:
-    """Return the user's folder for what can be made again: models, compiled kernels."""
-    return _user_dir("XDG_CACHE_HOME", ".cache")
-
-
-def state_dir() -> Path:
-    """Return the user's folder for the local key and logs."""
-    return _user_dir("XDG_STATE_HOME", ".local/state")
-
-
-def journal_directory(settings: Settings) -> Path:
-    """Return where the journal is."""
-    return (settings.journal.directory or state_dir() / "journal").expanduser().absolute()
-
-
-def local_key_path() -> Path:
-    """Return where the random local key is kept when there is no keys file."""
-    return state_dir() / "local.key"
-
-
-def read_local_key() -> str | None:
-    """Return this user's local key, None where no daemon has made one."""
-    try:
-        return local_key_path().read_text().strip() or None
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
-def client_defaults(url: str | None = None) -> ClientDefaults:
-    """Return where a client connects when it is not told, and with which key.
-
-    The local key is an operator's and is offered to this machine's loopback only; `CHATD_KEY` goes to any daemon.
-
-    Args:
-        url: Where it connects, if it was told that.
-    """
-    url = url or os.environ.get("CHATD_URL") or f"http://127.0.0.1:{DEFAULT_PORT}"
-    key = os.environ.get("CHATD_KEY") or (read_local_key() if is_loopback(_host_of(url)) else None)
-    return ClientDefaults(url=url, key=key)
-
-
-def check_key_transport(url: str, key: str | None) -> None:
-    """Refuse to send a key over the network in the clear.
-
-    Raises:
-        InvalidRequest: The address is another machine's and is not encrypted.
-    """
-    encrypted = url.lower().startswith(("https://", "wss://"))
-    if key is not None and not encrypted and not is_loopback(_host_of(url)):
-        raise InvalidRequest(
-            f"{url} is not encrypted, and whoever is on the way could read the key",
-            code="key_in_the_clear",
-            param="url",
-            hint=f"use https, or a tunnel: ssh -L {DEFAULT_PORT}:127.0.0.1:{DEFAULT_PORT} {_host_of(url)}",
-        )
-
-
-def is_loopback(host: str) -> bool:
-    """True for an address or name of this machine's loopback."""
-    if host.lower() == "localhost":
-        return True
-    if not _is_address(host):
-        return False
-    address = ipaddress.ip_address(host)
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)
-
-
-def proxy_networks(text: str) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]:
-    """Return the networks in a list such as "10.0.0.5, 10.1.0.0/16".
-
-    Raises:
-        ValueError: One of them is none.
-    """
-    return [ipaddress.ip_network(part.strip()) for part in text.split(",")]
-
-
 def private_settings(settings: Settings) -> Settings:
     """Return settings for a daemon of one person's own: on loopback, with the local key, without TLS."""
     server = settings.server
@@ -425,16 +304,6 @@ def private_settings(settings: Settings) -> Settings:
         "behind_proxy": None,
     }
     return settings.model_copy(update={"server": server.model_copy(update=own)})
-
-
-def usual_keys_path() -> Path:
-    """Return the keys file that is used where `server.keys_file` names none."""
-    return config_dir() / "keys.json"
-
-
-def child_environment(**changes: str) -> dict[str, str]:
-    """Return this process's environment with changes, for a child process."""
-    return {**os.environ, **changes}
 
 
 def parse_bytes(text: str, *, param: str) -> int:
@@ -452,210 +321,3 @@ def parse_bytes(text: str, *, param: str) -> int:
         return size
     except (ValueError, KeyError, OverflowError):
         raise ConfigError(f'{text!r} is not a size such as "2GiB" ({param})', param=param) from None
-
-
-def load_settings(
-    path: Path | None = None,
-    flags: Mapping[str, Any] | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> LoadedSettings:
-    """Merge the file, the environment and the flags into settings.
-
-    Args:
-        path: A TOML file; `CHATD_CONFIG`, else `config.toml` in the user's folder where it exists, where absent.
-        flags: Values by dotted path, such as `server.port`; None values are left out.
-        environment: The process's own where absent.
-
-    Raises:
-        ConfigError: A file that cannot be read, an unknown key, or a value out of range; each named by its path.
-    """
-    environment = os.environ if environment is None else environment
-    sources: dict[str, str] = {}
-    merged: dict[str, Any] = {}
-    chosen = path or _default_file(environment)
-    if chosen is not None:
-        _overlay(merged, _read_toml(chosen), str(chosen), sources)
-    _overlay(merged, _from_environment(environment), "environment", sources)
-    given: dict[str, Any] = {}
-    for dotted, value in (flags or {}).items():
-        if value is not None:
-            section, _, name = dotted.partition(".")
-            given.setdefault(section, {})[name] = value
-    _overlay(merged, given, "flag", sources)
-    _refuse_unknown(merged, sources)
-    usual_keys = usual_keys_path()
-    if merged.get("server", {}).get("keys_file") is None and _exists(usual_keys):
-        _overlay(merged, {"server": {"keys_file": usual_keys}}, "your folder", sources)
-    try:
-        return LoadedSettings(Settings(**merged), sources)
-    except ValidationError as error:
-        first = error.errors()[0]
-        dotted = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(
-            f"{first['input']!r} is no value for {dotted} (from {sources.get(dotted, 'the settings')}): {first['msg']}",
-            param=dotted,
-        ) from None
-
-
-def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a nested mapping by dotted path."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= leaves(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
-
-
-def _exists(path: Path) -> bool:
-    """Tell a file that is not there from one that may not be looked at.
-
-    Raises:
-        ConfigError: Its folder cannot be read.
-    """
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", param="config") from None
-    return True
-
-
-def _host_of(url: str) -> str:
-    try:
-        return urlsplit(url if "://" in url else f"//{url}").hostname or ""
-    except ValueError:
-        return ""
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _origin(text: str) -> str:
-    """Return an origin as browsers send it.
-
-    Raises:
-        ValueError: It is none: a path, a pattern, a name without a scheme.
-    """
-    parts = urlsplit(text.rstrip("/"))
-    if not parts.scheme or not parts.netloc or parts.path or parts.query or "*" in text or "@" in parts.netloc:
-        raise ValueError(f"{text!r} is not an origin such as https://chat.example")
-    return f"{parts.scheme}://{parts.netloc}".lower()
-
-
-def _user_dir(variable: str, fallback: str) -> Path:
-    base = os.environ.get(variable)
-    return (Path(base) if base else Path.home() / fallback) / "chatd"
-
-
-def _default_file(environment: Mapping[str, str]) -> Path | None:
-    named = environment.get("CHATD_CONFIG")
-    if named:
-        return Path(named)
-    usual = config_dir() / "config.toml"
-    return usual if _exists(usual) else None
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror} (--config)", param="config") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}", param="config") from None
-
-
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    ours = {name: value for name, value in environment.items() if name.startswith(ENV_PREFIX)}
-    known = {
-        f"{ENV_PREFIX}{section}{ENV_NESTED}{name}".upper()
-        for section, names in _known_names().items()
-        for name in names or ()
-    }
-    for name in ours:
-        is_free = name.startswith(tuple(f"{ENV_PREFIX}{section.upper()}" for section in _free_sections()))
-        if name not in CLIENT_VARIABLES and name.upper() not in known and not is_free:
-            raise ConfigError(f"{name} is not a setting{_nearest(name, known | CLIENT_VARIABLES)}", param=name)
-    source = _Environment(Settings, {name: value for name, value in ours.items() if name not in CLIENT_VARIABLES})
-    return source()
-
-
-class _Environment(EnvSettingsSource):
-    """pydantic-settings' environment source over a given mapping."""
-
-    def __init__(self, settings_cls: type[BaseSettings], variables: Mapping[str, str]) -> None:
-        self._variables = {name.lower(): value for name, value in variables.items()}
-        super().__init__(settings_cls)
-
-    def _load_env_vars(self) -> Mapping[str, str | None]:
-        return self._variables
-
-
-def _overlay(target: dict[str, Any], values: Mapping[str, Any], source: str, sources: dict[str, str]) -> None:
-    for name, value in values.items():
-        if isinstance(value, Mapping) and isinstance(target.get(name, {}), dict):
-            inner: dict[str, str] = {}
-            _overlay(target.setdefault(name, {}), value, source, inner)
-            sources.update({f"{name}.{dotted}": origin for dotted, origin in inner.items()})
-        else:
-            target[name] = value
-            sources[name] = source
-
-
-def _known_names() -> dict[str, list[str] | None]:
-    """Return the names in each section; None where it holds tables of free names."""
-    return {
-        section: list(field.annotation.model_fields) if _is_section(field.annotation) else None
-        for section, field in Settings.model_fields.items()
-    }
-
-
-def _free_sections() -> dict[str, list[str]]:
-    """Return the names in each table of a section that holds tables of free names, as those of tenants."""
-    return {
-        section: list(typing.get_args(field.annotation)[1].model_fields)
-        for section, field in Settings.model_fields.items()
-        if not _is_section(field.annotation)
-    }
-
-
-def _is_section(annotation: Any) -> typing.TypeGuard[type[BaseModel]]:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
-def _refuse_unknown(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    sections = _known_names()
-    for section, inner in values.items():
-        if section not in sections:
-            raise ConfigError(f"{section} is not a section{_nearest(section, sections)}", param=section)
-        names = sections[section]
-        tables = {section: inner}
-        if names is None:
-            tables = {f"{section}.{name}": fields for name, fields in _table(section, inner).items()}
-        for where, table in tables.items():
-            allowed = names or _free_sections()[section]
-            for name in _table(where, table):
-                if name not in allowed:
-                    dotted = f"{where}.{name}"
-                    origin = sources.get(dotted, "the settings")
-                    raise ConfigError(
-                        f"{dotted} (from {origin}) is not a setting{_nearest(name, allowed)}", param=dotted
-                    )
-
-
-def _table(where: str, values: Any) -> Mapping[str, Any]:
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{values!r} is no value for {where}, which is a table", param=where)
-    return values
-
-
-def _nearest(name: str, allowed: typing.Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""

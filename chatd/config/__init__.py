@@ -1,0 +1,78 @@
+"""Settings: a TOML file, then CHATD_ environment variables, then flags; the only place that reads the environment.
+
+`load_settings` says of each value where it came from. An unknown key is refused by its path, with the nearest right
+name. Everything here is data; whoever uses a setting checks it against the machine.
+
+All of it can be had from here: what there is to set (`settings`), how it is merged (`loading`), where things are
+(`folders`), where a client connects (`connecting`), and what an address is (`addresses`).
+"""
+
+from chatd.config.addresses import DEFAULT_PORT, is_loopback, proxy_networks
+from chatd.config.connecting import ClientDefaults, check_key_transport, client_defaults
+from chatd.config.folders import (
+    cache_dir,
+    config_dir,
+    disk_tier_directory,
+    journal_directory,
+    local_key_path,
+    read_local_key,
+    state_dir,
+    usual_keys_path,
+)
+from chatd.config.loading import CLIENT_VARIABLES, LoadedSettings, child_environment, leaves, load_settings
+from chatd.config.settings import (
+    BUILT_IN_MODEL,
+    ENV_NESTED,
+    ENV_PREFIX,
+    MAX_PUBLIC_PROMPTS,
+    EngineSettings,
+    JournalSettings,
+    LogSettings,
+    ModelSettings,
+    PublicPromptSettings,
+    QuotaSettings,
+    ServerSettings,
+    SessionSettings,
+    Settings,
+    TenantSettings,
+    parse_bytes,
+    private_settings,
+)
+
+__all__ = [
+    "BUILT_IN_MODEL",
+    "CLIENT_VARIABLES",
+    "DEFAULT_PORT",
+    "ENV_NESTED",
+    "ENV_PREFIX",
+    "MAX_PUBLIC_PROMPTS",
+    "ClientDefaults",
+    "EngineSettings",
+    "JournalSettings",
+    "LoadedSettings",
+    "LogSettings",
+    "ModelSettings",
+    "PublicPromptSettings",
+    "QuotaSettings",
+    "ServerSettings",
+    "SessionSettings",
+    "Settings",
+    "TenantSettings",
+    "cache_dir",
+    "check_key_transport",
+    "child_environment",
+    "client_defaults",
+    "config_dir",
+    "disk_tier_directory",
+    "is_loopback",
+    "journal_directory",
+    "leaves",
+    "load_settings",
+    "local_key_path",
+    "parse_bytes",
+    "private_settings",
+    "proxy_networks",
+    "read_local_key",
+    "state_dir",
+    "usual_keys_path",
+]

@@ -1,0 +1,57 @@
+"""Addresses of machines, networks and web pages as settings name them."""
+
+from __future__ import annotations
+
+import ipaddress
+from urllib.parse import urlsplit
+
+DEFAULT_PORT = 8790
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this is an address or name of this machine's loopback."""
+    if host.lower() == "localhost":
+        return True
+    if not is_address(host):
+        return False
+    address = ipaddress.ip_address(host)
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+def proxy_networks(text: str) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]:
+    """Return the networks in a list such as "10.0.0.5, 10.1.0.0/16".
+
+    Raises:
+        ValueError: One of them is none.
+    """
+    return [ipaddress.ip_network(part.strip()) for part in text.split(",")]
+
+
+def host_of(url: str) -> str:
+    """Return the host in a URL, with or without a scheme; "" where there is none."""
+    try:
+        return urlsplit(url if "://" in url else f"//{url}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def is_address(text: str) -> bool:
+    """Whether this is an IP address, and not a name."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def origin_of(text: str) -> str:
+    """Return an origin as browsers send it.
+
+    Raises:
+        ValueError: It is none: a path, a pattern, a name without a scheme.
+    """
+    parts = urlsplit(text.rstrip("/"))
+    if not parts.scheme or not parts.netloc or parts.path or parts.query or "*" in text or "@" in parts.netloc:
+        raise ValueError(f"{text!r} is not an origin such as https://chat.example")
+    return f"{parts.scheme}://{parts.netloc}".lower()

@@ -1,0 +1,47 @@
+"""Where a client connects when it is not told, and with which key."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from chatd.config.addresses import DEFAULT_PORT, host_of, is_loopback
+from chatd.config.folders import read_local_key
+from chatd.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ClientDefaults:
+    """Where a client connects when it is not told: `CHATD_URL`, `CHATD_KEY`, else the daemon on this machine."""
+
+    url: str
+    key: str | None
+
+
+def client_defaults(url: str | None = None) -> ClientDefaults:
+    """Return where a client connects when it is not told, and with which key.
+
+    The local key is an operator's and is offered to this machine's loopback only; `CHATD_KEY` goes to any daemon.
+
+    Args:
+        url: Where it connects, if it was told that.
+    """
+    url = url or os.environ.get("CHATD_URL") or f"http://127.0.0.1:{DEFAULT_PORT}"
+    key = os.environ.get("CHATD_KEY") or (read_local_key() if is_loopback(host_of(url)) else None)
+    return ClientDefaults(url=url, key=key)
+
+
+def check_key_transport(url: str, key: str | None) -> None:
+    """Refuse to send a key over the network in the clear.
+
+    Raises:
+        InvalidRequest: The address is another machine's and is not encrypted.
+    """
+    encrypted = url.lower().startswith(("https://", "wss://"))
+    if key is not None and not encrypted and not is_loopback(host_of(url)):
+        raise InvalidRequest(
+            f"{url} is not encrypted, and whoever is on the way could read the key",
+            code="key_in_the_clear",
+            param="url",
+            hint=f"use https, or a tunnel: ssh -L {DEFAULT_PORT}:127.0.0.1:{DEFAULT_PORT} {host_of(url)}",
+        )

@@ -1,0 +1,56 @@
+"""Where things are: the user's folders, and the directories that settings may name instead."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from chatd.config.settings import Settings
+
+
+def config_dir() -> Path:
+    """Return the user's folder for chatd's configuration."""
+    return _user_dir("XDG_CONFIG_HOME", ".config")
+
+
+def disk_tier_directory(settings: Settings) -> Path:
+    """Return where the disk tier's files are."""
+    return (settings.engine.disk_directory or cache_dir() / "kv").expanduser().absolute()
+
+
+def cache_dir() -> Path:
+    """Return the user's folder for what can be made again: models, compiled kernels."""
+    return _user_dir("XDG_CACHE_HOME", ".cache")
+
+
+def state_dir() -> Path:
+    """Return the user's folder for the local key and logs."""
+    return _user_dir("XDG_STATE_HOME", ".local/state")
+
+
+def journal_directory(settings: Settings) -> Path:
+    """Return where the journal is."""
+    return (settings.journal.directory or state_dir() / "journal").expanduser().absolute()
+
+
+def local_key_path() -> Path:
+    """Return where the random local key is kept when there is no keys file."""
+    return state_dir() / "local.key"
+
+
+def read_local_key() -> str | None:
+    """Return this user's local key, None where no daemon has made one."""
+    try:
+        return local_key_path().read_text().strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def usual_keys_path() -> Path:
+    """Return the keys file that is used where `server.keys_file` names none."""
+    return config_dir() / "keys.json"
+
+
+def _user_dir(variable: str, fallback: str) -> Path:
+    base = os.environ.get(variable)
+    return (Path(base) if base else Path.home() / fallback) / "chatd"
