@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,7 +69,7 @@ async def run_schedule(actions: list, ring: int, with_stop: bool) -> None:
                 case "edit" | "rewrite" if items := list(session.conversation):
                     item = items[value % len(items)].id
                     edit = MessageEdit(session=session.id, item=item, content=SAYINGS[value % 4])
-                    await manager.edit(session, protocol.msgspec.structs.replace(edit, respond=kind == "edit"))
+                    await manager.edit(session, msgspec.structs.replace(edit, respond=kind == "edit"))
                 case "regenerate":
                     items = [node.id for node in session.conversation]
                     item = items[value % len(items)] if items and value else None
