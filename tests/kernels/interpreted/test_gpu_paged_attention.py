@@ -179,8 +179,15 @@ def test_slots_that_nobody_owns_have_no_influence() -> None:
         assert torch.equal(case.attend(case.metadata(longest=1 << 20)), clean)
 
 
-@pytest.mark.parametrize("kv_dtype", [HALF, INT8])
-@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize(
+    ("kv_dtype", "window"),
+    [
+        (HALF, None),
+        (INT8, 70),
+        pytest.param(HALF, 70, marks=pytest.mark.night),
+        pytest.param(INT8, None, marks=pytest.mark.night),
+    ],
+)
 def test_in_deterministic_mode_a_token_depends_on_its_sequence_alone(
     kv_dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

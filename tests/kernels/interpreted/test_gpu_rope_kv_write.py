@@ -79,8 +79,7 @@ def test_rotation_and_write_are_those_of_the_reference(dtype: torch.dtype) -> No
     check(dtype, dtype, num_tokens=0)
 
 
-@pytest.mark.parametrize("kv_dtype", [FP8, INT8])
-@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(HALF, INT8), (BFLOAT, FP8)])
 def test_codes_and_scales_are_those_of_the_reference(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     check(dtype, kv_dtype)
     check(dtype, kv_dtype, head_dim=80, rotary=24, block_size=32, has_q_norm=True, has_k_norm=True)
