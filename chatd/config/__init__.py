@@ -8,7 +8,7 @@ All of it can be had from here: what there is to set (`settings`), how it is mer
 """
 
 from chatd.config.addresses import DEFAULT_PORT, is_loopback, proxy_networks
-from chatd.config.connecting import ClientDefaults, check_key_transport, client_defaults
+from chatd.config.connecting import ClientDefaults, check_key_transport, client_defaults, input_history_path
 from chatd.config.folders import (
     cache_dir,
     config_dir,
@@ -64,6 +64,7 @@ __all__ = [
     "client_defaults",
     "config_dir",
     "disk_tier_directory",
+    "input_history_path",
     "is_loopback",
     "journal_directory",
     "leaves",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from chatd.config.addresses import DEFAULT_PORT, host_of, is_loopback
-from chatd.config.folders import read_local_key
-from chatd.errors import InvalidRequest
+from chatd.config.folders import read_local_key, state_dir
+from chatd.errors import ConfigError, InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,18 @@ def client_defaults(url: str | None = None) -> ClientDefaults:
     url = url or os.environ.get("CHATD_URL") or f"http://127.0.0.1:{DEFAULT_PORT}"
     key = os.environ.get("CHATD_KEY") or (read_local_key() if is_loopback(host_of(url)) else None)
     return ClientDefaults(url=url, key=key)
+
+
+def input_history_path() -> Path | None:
+    """Return where the terminal client keeps what was typed into it; None where `CHATD_INPUT_HISTORY` is "off".
+
+    Raises:
+        ConfigError: It is neither "on" nor "off".
+    """
+    wanted = os.environ.get("CHATD_INPUT_HISTORY") or "on"
+    if wanted not in ("on", "off"):
+        raise ConfigError(f"{wanted!r} is neither on nor off (CHATD_INPUT_HISTORY)", param="CHATD_INPUT_HISTORY")
+    return state_dir() / "input-history" if wanted == "on" else None
 
 
 def check_key_transport(url: str, key: str | None) -> None:

@@ -54,7 +54,8 @@ class Terminal:
     async def __aenter__(self) -> "Terminal":
         self._master, slave = os.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 130, 100, 0, 0))
-        environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor", **self._environment}
+        ours = {"TERM": "xterm-256color", "COLORTERM": "truecolor", "CHATD_INPUT_HISTORY": "off"}
+        environment = {**os.environ, **ours, **self._environment}
         self.process = await asyncio.create_subprocess_exec(
             *self._command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
         )

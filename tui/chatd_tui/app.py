@@ -13,7 +13,7 @@ from textual.binding import Binding, BindingType
 
 from chatd.clean import clean, clean_line
 from chatd.client import ConnectionPhase, ConnectionState
-from chatd.config import state_dir
+from chatd.config import input_history_path, state_dir
 from chatd.errors import AuthenticationError, ChatdError
 from chatd.protocol import (
     AttachRole,
@@ -33,6 +33,7 @@ from chatd_tui.actions import Actions
 from chatd_tui.command_table import COMMANDS, bindings
 from chatd_tui.commands import Command, Context, Suggestion, Typed, find, parse, similar, suggestions
 from chatd_tui.conversation import Conversation
+from chatd_tui.input_history import InputHistory
 from chatd_tui.keys import recognize_alt_enter
 from chatd_tui.link import DaemonLink
 from chatd_tui.palette import CommandProvider
@@ -56,6 +57,7 @@ class ChatApp(App[None]):
         url: Of the daemon.
         key: Sent as a bearer token.
         copies: The folder that keeps the last copied answer.
+        history: What was sent before; in memory only, where none is given.
     """
 
     TITLE = "chatd"
@@ -67,7 +69,9 @@ class ChatApp(App[None]):
         Binding("ctrl+c", "interrupt", "Copy, or quit", show=False, priority=True),
     ]
 
-    def __init__(self, url: str, key: str | None = None, *, copies: Path | None = None) -> None:
+    def __init__(
+        self, url: str, key: str | None = None, *, copies: Path | None = None, history: InputHistory | None = None
+    ) -> None:
         super().__init__()
         recognize_alt_enter()
         self.use_command_palette = True
@@ -75,6 +79,7 @@ class ChatApp(App[None]):
         self.theme = CHATD.name
         self.chat = ChatScreen()
         self.chat.composer.suggest = self._suggest
+        self.chat.composer.sent = self._sent = history or InputHistory()
         self.link = DaemonLink(url, key, self.post_message)
         self.conversation = Conversation(self.chat, self._draw_meter)
         self.typing_ahead = TypingAhead(self.link.type_ahead, self._show_type_ahead)
@@ -90,6 +95,7 @@ class ChatApp(App[None]):
         """Show the conversation and connect."""
         self.push_screen(self.chat)
         self.run_worker(self.link.run(), name="link", exit_on_error=True)
+        self.run_worker(self._sent.load, group="history", thread=True)
 
     async def on_unmount(self) -> None:
         """End what the link still runs."""
@@ -175,7 +181,10 @@ class ChatApp(App[None]):
     async def on_submitted(self, message: messages.Submitted) -> None:
         """Carry a typed command out, or send a message."""
         composer = self.chat.composer
-        typed = parse(message.text)
+        text = message.text
+        if message.editing is None and self._sent.add(text):
+            self.run_worker(lambda: self._sent.save(text), group="history", thread=True)
+        typed = parse(text)
         if isinstance(typed, Typed):
             await self._run_typed(typed, message.text)
             return
@@ -406,7 +415,7 @@ class ChatApp(App[None]):
 def run_app(url: str, key: str | None = None, *, on_exit: Callable[[], None] | None = None) -> None:
     """Run the client in this terminal until the person quits, then call `on_exit`."""
     try:
-        ChatApp(url, key).run()
+        ChatApp(url, key, history=InputHistory(input_history_path())).run()
     finally:
         if on_exit is not None:
             on_exit()

@@ -22,7 +22,7 @@ KEYS = (
     ("/", "a command; Tab completes it, ↑ and ↓ choose"),
     ("//", "a message that begins with /"),
     ("Tab", "from the input to the messages and back"),
-    ("↑, ↓", "select the message above or below; a click selects one too"),
+    ("↑, ↓", "in the input what was sent before; else the message above or below"),
     ("PgUp, PgDn", "scroll"),
     ("Esc", "leave what is open or selected; else stop the answer"),
     ("Ctrl+C", "copy the selected text; twice: quit"),

@@ -1,6 +1,7 @@
 """The input: Enter sends; Shift+Enter, Alt+Enter, Ctrl+J or a backslash at the end make a line.
 
-A slash at the beginning offers commands; Tab takes one. A message that is edited stands here until it is sent or left.
+A slash at the beginning offers commands; Tab takes one. Up at the first line and Down at the last one bring back what
+was sent before. A message that is edited stands here until it is sent or left.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from textual.widgets import TextArea
 
 from chatd.clean import clean
 from chatd_tui.commands import Suggestion, as_typed
+from chatd_tui.input_history import InputHistory
 from chatd_tui.keys import NEWLINE_KEYS
 from chatd_tui.messages import Submitted
 from chatd_tui.widgets.suggestion_list import SuggestionList
@@ -32,6 +34,7 @@ class Composer(TextArea):
         suggest: What a begun command can become.
         typed: Takes the text with each change, unless another message is edited here.
         editing: The message that is edited here.
+        sent: What was sent before.
     """
 
     DEFAULT_CSS = """
@@ -64,6 +67,7 @@ class Composer(TextArea):
         self.suggest: Callable[[str], Sequence[Suggestion]] = lambda _: ()
         self.typed: Callable[[str], None] = lambda _: None
         self.editing: str | None = None
+        self.sent = InputHistory()
 
     def on_text_area_changed(self) -> None:
         """Be as high as the text, and offer commands."""
@@ -74,6 +78,8 @@ class Composer(TextArea):
 
     def _offer(self) -> None:
         begun = self.document.line_count == 1 and self.document.get_line(0).startswith("/")
+        # A command that was recalled is whole, and the arrows go on through what was sent.
+        begun = begun and not self.sent.shows(self.text)
         self._offered.show(self.suggest(self.text) if begun else ())
 
     def on_resize(self) -> None:
@@ -99,11 +105,30 @@ class Composer(TextArea):
                 self._select()
         elif event.key in ("up", "down") and self._offered.view.rows:
             self._offered.move(-1 if event.key == "up" else 1)
+        elif event.key in ("up", "down") and self._recall(event.key):
+            pass
         else:
             await super()._on_key(event)
             return
         event.stop()
         event.prevent_default()
+
+    def _recall(self, key: str) -> bool:
+        """Show what was sent before or after; False inside of a text, and where there is nothing more."""
+        if self.editing is not None or not self.selection.is_empty:
+            return False
+        if key == "up":
+            is_edge = self.navigator.is_first_wrapped_line(self.cursor_location)
+        else:
+            is_edge = self.navigator.is_last_wrapped_line(self.cursor_location)
+        if not is_edge:
+            return False
+        text = self.sent.back(self.text) if key == "up" else self.sent.forward(self.text)
+        if text is None:
+            return False
+        self._write(text)
+        self._offer()
+        return True
 
     def _complete(self) -> None:
         # Keys come faster than what they change is told, so what is offered is made anew.
