@@ -1,5 +1,6 @@
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,18 +44,28 @@ TINY_CONFIG = {
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory) -> Path:
-    """A folder with a Llama of random weights, large enough to be sensitive to every input."""
-    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(TINY_CONFIG))
-    generator = torch.Generator().manual_seed(7)
-    tensors = {
-        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.3
-        for name, shape in expected_shapes(parse_decoder_config(TINY_CONFIG)).items()
-    }
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+def write_llama(tmp_path_factory) -> Callable[[dict], Path]:
+    """Write a folder with a Llama of random weights, large enough to be sensitive to every input."""
+
+    def write(config: dict) -> Path:
+        folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        generator = torch.Generator().manual_seed(7)
+        tensors = {
+            name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.3
+            for name, shape in expected_shapes(parse_decoder_config(config)).items()
+        }
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def tiny_model(write_llama) -> Path:
+    """A folder with a Llama of random weights."""
+    return write_llama(TINY_CONFIG)
 
 
 def options_for(folder: Path, **fields) -> EngineOptions:

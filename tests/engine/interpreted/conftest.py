@@ -1,11 +1,9 @@
 """These tests run the engine's whole path on a GPU under Triton's interpreter, on tensors of the CPU."""
 
-import json
 import random
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from chatd.engine.gpu_runner import GpuRunner
 from chatd.engine.options import EngineOptions
@@ -13,8 +11,6 @@ from chatd.engine.plan import Chunk, Plan, SampleSpec
 from chatd.engine.sampling import SamplingParams
 from chatd.engine.startup import LoadedModel, load_model
 from chatd.models.loader import load_decoder
-from chatd.models.model_config import parse_decoder_config
-from chatd.models.weights import expected_shapes
 from chatd_kernels.dispatch import use_backend
 from chatd_kernels.interpreted_tests import *  # noqa: F403
 from chatd_kernels.kv_cache import allocate_kv_cache
@@ -47,18 +43,9 @@ def gpu_backend():
 
 
 @pytest.fixture(scope="session")
-def llama(tmp_path_factory):
+def llama(write_llama):
     """A folder with a Llama of random weights that shares KV heads."""
-    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(TINY_CONFIG))
-    generator = torch.Generator().manual_seed(7)
-    tensors = {
-        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.3
-        for name, shape in expected_shapes(parse_decoder_config(TINY_CONFIG)).items()
-    }
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    return write_llama(TINY_CONFIG)
 
 
 @pytest.fixture(scope="session")
