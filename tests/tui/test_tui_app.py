@@ -11,6 +11,7 @@ from chatd_tui.app import ChatApp
 from chatd_tui.messages import LinkChosen, SessionNews
 from chatd_tui.screens.help import HelpScreen, LinkScreen
 from chatd_tui.screens.pool import PoolScreen
+from chatd_tui.status_text import ANSWERING
 from chatd_tui.widgets.answer import AnswerMessage
 from chatd_tui.widgets.composer import Composer
 from chatd_tui.widgets.meter import Meter
@@ -299,6 +300,53 @@ async def test_a_conversation_that_a_restart_lost_is_said_and_the_next_message_b
         await say(pilot, "again")
         await wait_until(lambda: [m.text for m in app.chat.query(UserMessage)] == ["again"])
         await wait_until(lambda: status(app).kind == "idle")
+
+
+async def test_a_conversation_that_is_lost_in_the_middle_of_its_answer_leaves_the_list_and_lets_a_new_one_begin(
+    make_app: MakeApp, wait_until
+) -> None:
+    async with ScriptedDaemon([Script(deltas=["a ", "b"], manual=True), Script(deltas=["c"])]) as daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=SIZE) as pilot:
+            await wait_until(connected(app))
+            await say(pilot, "hi")
+            daemon.release(1)
+            await wait_until(lambda: bool(answers(app)) and answers(app)[0].text == "a ")
+            sessions = app.chat.query_one(SessionList)
+            await wait_until(lambda: sessions.option_count == 2)
+            session = next(iter(daemon.sessions.values()))
+            assert session.task is not None
+            session.task.cancel()
+            daemon.sessions.clear()
+            await daemon.drop(p.CLOSE_RESTART)
+            await wait_until(lambda: status(app).text == "the daemon no longer has this conversation")
+            await wait_until(lambda: sessions.option_count == 1)
+            note = answers(app)[0].query_one(".note")
+            await wait_until(lambda: "cut off" in str(note.render()))
+            await say(pilot, "again")
+            await wait_until(lambda: [m.text for m in app.chat.query(UserMessage)] == ["again"])
+            await wait_until(lambda: bool(answers(app)) and answers(app)[0].text == "c")
+
+
+async def test_what_is_told_in_the_middle_of_an_answer_outlives_its_next_piece(
+    make_app: MakeApp, wait_until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ScriptedDaemon([Script(deltas=["a ", "b ", "c ", "d"], manual=True)]) as daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=SIZE) as pilot:
+            await wait_until(connected(app))
+            await say(pilot, "hi")
+            daemon.release(1)
+            await wait_until(lambda: bool(answers(app)) and answers(app)[0].text == "a ")
+            await daemon.send_everywhere(p.encode(p.ServerDraining(deadline_s=10.0)))
+            told = StatusView("warning", "the daemon stops within 10 s")
+            await wait_until(lambda: status(app) == told)
+            daemon.release(1)
+            await wait_until(lambda: answers(app)[0].text == "a b ")
+            assert status(app) == told
+            monkeypatch.setattr("chatd_tui.conversation.TOLD_S", 0.0)
+            daemon.release(1)
+            await wait_until(lambda: status(app) == ANSWERING)
 
 
 async def test_a_wrong_key_is_said_with_what_helps(make_app: MakeApp, wait_until) -> None:

@@ -153,6 +153,11 @@ class ChatApp(App[None]):
         if isinstance(event, ResponseCompleted | ResponseIncomplete):
             self.run_worker(self.link.refresh_sessions(), group="list", exclusive=True)
 
+    def on_session_lost(self, message: messages.SessionLost) -> None:
+        """Let the next message begin a conversation."""
+        if self.link.session is None:
+            self.conversation.lose()
+
     def on_pool_changed(self, message: messages.PoolChanged) -> None:
         """Show the pool, in the meter and on its page."""
         totals = message.state.totals

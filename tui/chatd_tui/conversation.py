@@ -35,6 +35,8 @@ from chatd_tui.widgets.transcript import SYSTEM_ID
 from chatd_tui.widgets.user_message import UserMessage
 
 RATE_WINDOW_S = 3.0
+TOLD_S = 4.0
+"""For how long what is told in the middle of an answer stays on the line above the input."""
 
 
 class Rate:
@@ -68,6 +70,8 @@ class Conversation:
         self._chat = chat
         self._draw_meter = draw_meter
         self._rate = Rate()
+        self._told: StatusView | None = None
+        self._told_at = 0.0
         self.busy = False
 
     async def clear(self, *, empty: bool) -> None:
@@ -107,8 +111,7 @@ class Conversation:
             case OutputTextDelta():
                 transcript.extend(event.item_id, clean(event.delta))
                 self._draw_meter(tok_s=self._rate.add(time.monotonic(), event.n_tokens))
-                if chat.status != status_text.ANSWERING:
-                    chat.status = status_text.ANSWERING
+                self._answering()
             case ItemAdded():
                 await transcript.branch(event.item.parent, [ItemView.of(event.item)])
             case BranchSelected():
@@ -148,6 +151,26 @@ class Conversation:
                 chat.status = StatusView("notice", "this conversation's memory was released", "its text stays")
             case _:
                 pass
+
+    def lose(self) -> None:
+        """Draw what there is of a conversation that the daemon no longer has; no answer of it goes on."""
+        self.busy = False
+        self._chat.composer.leave_edit()
+        answer = self._chat.transcript.answer_in_progress()
+        if answer is not None:
+            self._chat.transcript.finish(ItemView(answer.item_id, "assistant", answer.text, True, "cut off", True))
+
+    def _answering(self) -> None:
+        """Say that the answer comes, once what was told beside it could be read."""
+        status = self._chat.status
+        if status.kind in ("notice", "warning", "error"):
+            now = time.monotonic()
+            if status is not self._told:
+                self._told, self._told_at = status, now
+            if now - self._told_at < TOLD_S:
+                return
+        if status != status_text.ANSWERING:
+            self._chat.status = status_text.ANSWERING
 
     def _finish(self, event: ResponseCompleted | ResponseIncomplete) -> None:
         self.busy = False

@@ -31,6 +31,7 @@ from chatd_tui.messages import (
     Noticed,
     PoolChanged,
     Refused,
+    SessionLost,
     SessionNews,
     SessionOpened,
     SessionsListed,
@@ -106,7 +107,6 @@ class DaemonLink:
                 self._connected.set()
                 self._on_state(client.state)
                 self._start("meter", self._watch_pool(METER_HZ, "summary", 1024))
-                await self.refresh_sessions()
                 await asyncio.Event().wait()
         except ChatdError as error:
             self._on_state(ConnectionState(ConnectionPhase.CLOSED, error=error))
@@ -294,6 +294,7 @@ class DaemonLink:
         except ChatdError as error:
             if isinstance(error, NotFound) and self._session == session and error.error_code != "erased":
                 self._session = None
+                self._post(SessionLost(session))
                 error = NotFound(
                     "the daemon no longer has this conversation",
                     code=error.error_code,
@@ -320,6 +321,9 @@ class DaemonLink:
 
     def _on_state(self, state: ConnectionState) -> None:
         self._post(ConnectionChanged(state, self.hello))
+        if state.phase is ConnectionPhase.CONNECTED and self._connected.is_set():
+            # Others may have changed the list meanwhile, or the daemon is another one.
+            self._start("list", self.refresh_sessions())
 
     def _on_notice(self, event: Event) -> None:
         self._post(Noticed(event))

@@ -43,6 +43,14 @@ class SessionNews(Message):
         self.event = event
 
 
+class SessionLost(Message):
+    """The daemon no longer has the session on the screen."""
+
+    def __init__(self, session: str) -> None:
+        super().__init__()
+        self.session = session
+
+
 class PoolChanged(Message):
     """The pool at a later step."""
 
