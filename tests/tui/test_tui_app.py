@@ -5,6 +5,7 @@ import pytest
 from textual.pilot import Pilot
 
 from chatd import protocol as p
+from chatd.client import Client
 from chatd.errors import EngineError
 from chatd.testing.scripted_daemon import Script, ScriptedDaemon
 from chatd_tui.app import ChatApp
@@ -178,6 +179,21 @@ async def test_sessions_are_listed_and_switched_and_a_new_one_begins_empty(
         await wait_until(lambda: [m.text for m in app.chat.query(UserMessage)] == ["first question"])
         assert app.chat.query_one(Composer).has_focus
         await wait_until(lambda: app.chat.query_one(TitleBar).view.session == "first question")
+
+
+async def test_the_list_has_what_another_screen_began_when_it_is_asked_for(
+    daemon: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    app = make_app(daemon)
+    async with app.run_test(size=(60, 20)) as pilot:
+        await wait_until(connected(app))
+        sessions = app.chat.query_one(SessionList)
+        assert sessions.option_count == 1
+        async with Client.connect(daemon.url) as other:
+            await other.create_session(title="From elsewhere")
+        await pilot.press("f3")
+        await wait_until(lambda: sessions.option_count == 2)
+        assert "From elsewhere" in str(sessions.get_option_at_index(1).prompt)
 
 
 async def test_on_a_narrow_terminal_the_sessions_lie_over_and_escape_hides_them(

@@ -162,8 +162,9 @@ class Actions:
         await self._app.open_session(None)
 
     async def conversations(self, _: str) -> None:
-        """Show or hide the list."""
+        """Show or hide the list, as it is now: another screen may have begun or ended some."""
         self._app.chat.toggle_sessions()
+        await self._app.link.refresh_sessions()
 
     async def search(self, argument: str) -> None:
         """Find conversations."""
