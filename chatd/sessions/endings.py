@@ -8,12 +8,15 @@ from chatd.protocol import Timings
 from chatd.sessions.turn import Turn
 
 
-def timings_of(turn: Turn, engine: RequestTimings | None, num_output_tokens: int) -> Timings:
-    """Return where a turn's time went; without the engine's word only what the front saw."""
+def timings_of(turn: Turn, engine: RequestTimings | None) -> Timings:
+    """Return where a turn's time went; without the engine's word only what the front saw.
+
+    The rates are of the last submission: what another engine computed before is in neither its tokens nor its time.
+    """
     ttft_ms = 0.0 if turn.first_token_at is None else 1e3 * (turn.first_token_at - turn.accepted_at)
     if engine is None:
         return Timings(queue_ms=0.0, ttft_ms=ttft_ms, prefill_tok_s=0.0, decode_tok_s=0.0, preemptions=0)
-    num_decoded = max(0, num_output_tokens - 1)
+    num_decoded = 0 if turn.text is None else max(0, len(turn.text.ids) - turn.num_submitted - 1)
     return Timings(
         queue_ms=1e3 * engine.queue_s,
         ttft_ms=ttft_ms,

@@ -123,7 +123,7 @@ class EngineRequests:
             )
         )
         self.forget(turn)
-        turn.request, turn.base_len = request, base_len
+        turn.request, turn.base_len, turn.num_submitted = request, base_len, len(answered)
         lease.node, lease.num_tokens = answer, answer.num_tokens
         self._turns[request] = turn
 

@@ -148,7 +148,7 @@ class SessionStore:
             raise RateLimited(
                 f"{num_open} sessions are open, the limit is {self._limits.max_sessions_per_user}",
                 code="too_many_sessions",
-                hint="close a session that is no longer needed",
+                hint="close or erase a session that is no longer needed",
             )
 
     def check_text_room(
@@ -172,7 +172,7 @@ class SessionStore:
                 f"open sessions would have {held} bytes of text, the limit is {limit}"
                 " (sessions.max_text_bytes_per_user)",
                 code="too_much_text",
-                hint="close a session that is no longer needed",
+                hint="close or erase a session that is no longer needed",
             )
 
     def _holds_memory(self, session: Session) -> bool:

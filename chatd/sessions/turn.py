@@ -209,6 +209,7 @@ class Turn:
         accepted_at: When the message came, in monotonic seconds.
         request: In the engine; None while the prompt is being encoded.
         base_len: What the last submission took the lease to hold.
+        num_submitted: Tokens of the answer that were there at the last submission.
         answer: The answer's message.
         first_node: The first message that the turn added, the answer where it added no other.
         previous_head: Where the conversation stood before it.
@@ -241,6 +242,7 @@ class Turn:
     accepted_at: float
     request: RequestId | None = None
     base_len: int = 0
+    num_submitted: int = 0
     answer: Node | None = None
     first_node: Node | None = None
     previous_head: Node | None = None

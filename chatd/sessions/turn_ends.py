@@ -204,7 +204,7 @@ class TurnEnds:
             reason=self.name_of(turn, reason, num_prompt_tokens, num_output),
             status="completed" if completed else "incomplete",
             usage=Usage.of(num_prompt_tokens, num_cached, num_output),
-            timings=timings_of(turn, done.timings if done is not None else None, num_output),
+            timings=timings_of(turn, done.timings if done is not None else None),
             prompt_ids=prompt_ids,
             ids=ids,
             num_held=num_held,

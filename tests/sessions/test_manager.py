@@ -297,6 +297,7 @@ async def test_an_answer_goes_on_in_the_next_engine_from_what_was_delivered() ->
     assert "".join(event.delta for event in events if isinstance(event, OutputTextDelta)) == "ay"
     (end,) = [event for event in events if isinstance(event, ResponseCompleted)]
     assert (end.item.content, end.usage.output_tokens) == ("okay", 5)
+    assert end.timings.decode_tok_s == 2 / 0.25, "the rate counts what another engine computed"
     assert end.seq == session.ring.head_seq
 
 
