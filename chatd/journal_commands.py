@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 sessions_app = typer.Typer(help="Conversations in the journal.", no_args_is_help=True)
 notices = Console(stderr=True)
 output = Console()
+MAX_WIDTH = 10_000
+"""Of a line that no terminal cuts."""
 _T = TypeVar("_T")
 
 ConfigOption = Annotated[
@@ -85,7 +87,7 @@ def sessions_ls(
         marks = " ".join(name for name in ("pinned", "archived", "closed") if getattr(session, name))
         row = (session.id, session.tenant, session.user, session.title)
         table.add_row(*(_text(clean_line(cell)) for cell in row), str(session.num_items), _when(session), marks)
-    output.print(table)
+    _print_table(table)
     if len(found) > limit:
         notices.print(f"{len(found) - limit} more (--limit)", highlight=False)
 
@@ -280,7 +282,13 @@ def usage(
     for row in rows:
         counts = (row.requests, row.input_tokens, row.cached_tokens, row.output_tokens)
         table.add_row(_text(row.tenant), _text(row.key_id), str(row.day), *(f"{count:,}" for count in counts))
-    output.print(table)
+    _print_table(table)
+
+
+def _print_table(table: Table) -> None:
+    """Print a table; into a pipe or a file as wide as it is, since nothing there has a width."""
+    console = output if output.is_terminal else Console(width=MAX_WIDTH)
+    console.print(table)
 
 
 def _directory(given: Path | None, config: Path | None) -> Path:

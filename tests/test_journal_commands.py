@@ -125,10 +125,20 @@ def test_a_list_shows_titles_without_what_a_terminal_obeys(journal: Path) -> Non
 def test_a_list_never_cuts_an_id_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = make_session(f"ses_{'0f' * 12}", tenant="a-long-name-of-a-tenant", title="words " * 30)
     write(tmp_path / "journal", SaveSession(session))
-    result = CliRunner().invoke(
-        app, ["sessions", "ls", "--directory", str(tmp_path / "journal")], env={"COLUMNS": "80"}
-    )
+    terminal = {"COLUMNS": "80", "FORCE_COLOR": "1"}
+    result = CliRunner().invoke(app, ["sessions", "ls", "--directory", str(tmp_path / "journal")], env=terminal)
     assert session.id in result.stdout
+
+
+def test_a_list_in_a_pipe_has_each_conversation_whole_on_a_line_of_its_own(journal: Path) -> None:
+    command = ["sessions", "ls", "--directory", str(journal)]
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "60"}, catch_exceptions=False)
+    (row,) = [line for line in result.output.splitlines() if "ses_1" in line]
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells[:3] == ["ses_1", "acme", "ann"]
+    assert cells[3].startswith("Whales")
+    assert cells[3].endswith("2J")
+    assert cells[4:] == ["3", "1970-01-02 00:00", ""]
 
 
 def test_markdown_is_the_path_to_the_head_and_has_no_controls(journal: Path) -> None:
