@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import numpy.typing as npt
 import torch
@@ -153,6 +154,7 @@ class GpuStream:
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(self._stream)
         self._graph_memory: Any = None
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def run(self, work: Work) -> Ended:
         """Put work in."""
@@ -160,12 +162,14 @@ class GpuStream:
 
     def capture(self, work: Work) -> Work:
         """Return what replays the work."""
-        if self._graph_memory is None:
-            # One memory for all graphs, since no two of them run at a time.
+        if not self._graphs:
+            # One memory for all graphs, since no two of them run at a time. A memory whose graphs are all gone is given
+            # back, and its handle good for nothing.
             self._graph_memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._graph_memory, stream=self._stream):
             work()
+        self._graphs.add(graph)
         return graph.replay
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

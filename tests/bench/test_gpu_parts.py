@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +94,43 @@ def test_without_a_gpu_nothing_runs(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(script, "has_gpu", lambda: False)
     assert main(["--only", "copies"]) == 2
     assert capsys.readouterr().err == "no GPU is visible to torch here\n"
+
+
+class LostStream(InterpretedStream):
+    def synchronize(self) -> None:
+        raise RuntimeError("illegal access")
+
+
+def test_after_a_device_is_lost_another_process_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    clock = Clock()
+    parts = [part(name, 0.0, clock, 0.0, {"x": 1}, error="fault" if name == "b" else None) for name in "abcd"]
+    commands: list[list[str]] = []
+
+    def run(command: list[str], *, check: bool) -> None:
+        commands.append(command)
+        Path(command[-1]).write_text(json.dumps({"parts": {"c": {"rows": [2]}, "d": {"rows": [3]}}}))
+
+    monkeypatch.setattr(script, "PARTS", parts)
+    monkeypatch.setattr(script, "has_gpu", lambda: True)
+    monkeypatch.setattr(script, "GpuStream", LostStream)
+    monkeypatch.setattr(script.subprocess, "run", run)
+    assert main(["--json", str(tmp_path / "gpu.json")]) == 1
+    [command] = commands
+    assert command[2:5] == ["chatd.bench", "gpu", "--minutes"]
+    assert command[6:9] == ["--only", "c", "d"]
+    figures = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert {name: one["rows"] for name, one in figures.items()} == {
+        "a": [{"x": 1}],
+        "b": [{"x": 1}],
+        "c": [2],
+        "d": [3],
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
+    printed = capsys.readouterr()
+    assert "\nb: RuntimeError: fault, " in printed.out
+    assert printed.err.startswith("Traceback")
 
 
 def test_all_parts_fit_eight_minutes() -> None:

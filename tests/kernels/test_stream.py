@@ -1,9 +1,12 @@
 """The stand-in for a GPU's stream: work runs late, in its order, and its errors come with its end."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 
+from chatd_kernels.gpu_device import GpuStream
 from chatd_kernels.stream import InterpretedStream
 
 
@@ -51,3 +54,35 @@ def test_the_peak_of_work_is_taken_once_it_has_run():
     assert stream.peak_bytes(lambda: ran.append(1)) == 0
     assert ran == [1]
     assert (stream.memory().free, stream.memory().total) == (100, 100)
+
+
+class Graph:
+    def replay(self):
+        pass
+
+
+def test_graphs_of_a_gpu_share_one_memory_for_as_long_as_one_of_them_lives(monkeypatch):
+    pools, handles = [], iter(range(9))
+
+    def capturing(graph, *, pool, stream):
+        pools.append(pool)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    stream = GpuStream()
+    first = stream.capture(lambda: None)
+    second = stream.capture(lambda: None)
+    del first
+    third = stream.capture(lambda: None)
+    assert pools == [0, 0, 0]
+    del second, third
+    # torch takes no handle again whose graphs are gone.
+    assert stream.capture(lambda: None) is not None
+    assert pools[3] == 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from chatd.bench.gpu.parts import free_memory
 from chatd.engine.gpu_runner import GpuRunner
 from chatd.models.decoder import Decoder
 from chatd.models.loader import pack_decoder
@@ -117,8 +118,7 @@ class RandomModel:
     ) -> None:
         self.config = config = parse_decoder_config(raw)
         dtype = getattr(torch, config.dtype or "bfloat16")
-        # Dead objects of an earlier part give their memory back first.
-        stream.memory()
+        free_memory(stream)
         self._decoder: Decoder = pack_decoder(
             config,
             _RandomTensors(config, dtype, stream.device),

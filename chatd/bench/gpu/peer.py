@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields as dataclass_fields
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from chatd.bench.gpu.engine import prompts, served_row
 from chatd.bench.gpu.models import QWEN3_8B, RawConfig
-from chatd.bench.gpu.parts import Bench, NotHere, Row, Rows
+from chatd.bench.gpu.parts import Bench, NotHere, Row, Rows, free_memory
 from chatd_kernels.stream import Stream
 
 _WARM_UP_TOKENS = 4
@@ -45,7 +46,7 @@ def peer_rows(
     ours = served_row(bench.stream, raw, ids, max_tokens, max_num_batched_tokens)
     yield {"server": "chatd", "attention": "its own", "prompts": batch, **ours}
     # What ours took goes back to the card before the other asks how much is free.
-    bench.stream.memory()
+    free_memory(bench.stream)
     name, attention, theirs = _theirs(bench.stream, raw, ids, max_tokens, dict(options or {}))
     yield {"server": name, "attention": attention, "prompts": batch, **theirs}
 
@@ -69,6 +70,8 @@ def _theirs(
     if find_spec("flash_attn") is None and find_spec("flash_attn_interface") is None:
         # Otherwise it would ask a server for these kernels.
         options.setdefault("auto_switch_to_flash", False)
+    known = {field.name for field in dataclass_fields(batching_config)}
+    options = {key: value for key, value in options.items() if key in known}
 
     def answer(num_tokens: int) -> list[Any]:
         results = model.generate_batch(

@@ -76,7 +76,10 @@ def _ours(logits: torch.Tensor, state: SamplingState, kind: Kind) -> partial[Non
 
 
 def draw_by_sort(logits: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """Draw as it is often done: sort, cut off by rank and by running sum, and race exponential numbers."""
+    """Draw as it is often done: sort, cut off by rank and by running sum, and race exponential numbers.
+
+    Nothing here waits for the device, which a captured graph would not allow.
+    """
     if kind.temperature == 0.0:
         return logits.argmax(dim=-1)
     logits = logits / kind.temperature
@@ -85,8 +88,8 @@ def draw_by_sort(logits: torch.Tensor, kind: Kind) -> torch.Tensor:
         return (weights / torch.empty_like(weights).exponential_()).argmax(dim=-1)
     values, ids = logits.sort(dim=-1, descending=True)
     if kind.top_k:
-        values[:, kind.top_k :] = -torch.inf
+        values[:, kind.top_k :].fill_(-torch.inf)
     weights = values.softmax(dim=-1)
-    weights[weights.cumsum(dim=-1) - weights >= kind.top_p] = 0.0
+    weights.masked_fill_(weights.cumsum(dim=-1) - weights >= kind.top_p, 0.0)
     place = (weights / torch.empty_like(weights).exponential_()).argmax(dim=-1, keepdim=True)
     return ids.gather(1, place)[:, 0]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,7 +53,7 @@ PARTS = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run what fits, print a table of each part at the end, and return 1 if a check or a part fails."""
+    """Run what fits, print a table of each part at the end, and return 1 if a check or a part fails (2: no GPU)."""
     parser = argparse.ArgumentParser(
         prog="python -m chatd.bench gpu", description="What a GPU does: kernels checked and measured, in minutes."
     )
@@ -62,19 +65,52 @@ def main(arguments: Sequence[str]) -> int:
         print("no GPU is visible to torch here", file=sys.stderr)
         return 2
     bench = Bench(GpuStream())
-    card = bench.stream.name
+    card, end = bench.stream.name, time.monotonic() + options.minutes * 60.0
     parts = [part for part in PARTS if options.only is None or part.name in options.only]
     outcomes: list[Outcome] = []
+    figures: dict[str, Any] = {"card": card, "torch": torch.__version__, "parts": {}}
+    is_lost = False
     for outcome in run_parts(parts, bench, options.minutes * 60.0, time.monotonic):
         outcomes.append(outcome)
         print(f"{outcome.part.name}: {_said(outcome)}", flush=True)
         if outcome.trace is not None:
             print(outcome.trace, file=sys.stderr, flush=True)
+        figures["parts"][outcome.part.name] = _figures(outcome)
         # After each part, so that nothing is lost if a later one takes the process with it.
-        write_json(options.json, "gpu", {"card": card, "torch": torch.__version__, "parts": _figures(outcomes)})
+        write_json(options.json, "gpu", figures)
+        is_lost = outcome.error is not None and _is_lost(bench)
+        if is_lost:
+            break
     for outcome in outcomes:
-        print(f"\n{outcome.part.title} ({card}): {_said(outcome)}\n{table(outcome.rows)}")
-    return 1 if any(outcome.error or not is_right(outcome) for outcome in outcomes) else 0
+        print(f"\n{outcome.part.title} ({card}): {_said(outcome)}\n{table(outcome.rows)}", flush=True)
+    code = 1 if any(outcome.error or not is_right(outcome) for outcome in outcomes) else 0
+    rest = [part.name for part in parts[len(outcomes) :]] if is_lost else []
+    if rest:
+        print("\nthe device answers this process no more; another one goes on", flush=True)
+        _run_rest(rest, (end - time.monotonic()) / 60.0, options.json, figures)
+    return code
+
+
+def _is_lost(bench: Bench) -> bool:
+    """Return whether the device fails whatever this process asks of it, as after an illegal access."""
+    try:
+        bench.stream.synchronize()
+    except Exception:
+        return True
+    return False
+
+
+def _run_rest(names: Sequence[str], minutes: float, path: Path | None, figures: dict[str, Any]) -> None:
+    """Run these parts in a process of their own, and join their figures to those that there are."""
+    command = [sys.executable, "-m", "chatd.bench", "gpu", "--minutes", f"{minutes:.2f}", "--only", *names]
+    beside = None if path is None else path.with_name(f"{path.name}.rest")
+    if beside is not None:
+        command += ["--json", str(beside)]
+    subprocess.run(command, check=False)
+    if beside is not None and beside.exists():
+        figures["parts"].update(json.loads(beside.read_text())["parts"])
+        beside.unlink()
+        write_json(path, "gpu", figures)
 
 
 def is_right(outcome: Outcome) -> bool:
@@ -85,21 +121,19 @@ def is_right(outcome: Outcome) -> bool:
 def _said(outcome: Outcome) -> str:
     if outcome.skipped is not None and not outcome.rows:
         return f"skipped, {outcome.skipped}"
-    verdict = outcome.error or (outcome.skipped and f"without {outcome.skipped}")
-    if not is_right(outcome):
-        verdict = "WRONG RESULTS" if verdict is None else f"WRONG RESULTS, {verdict}"
-    verdict = verdict or "done"
-    return f"{verdict}, {outcome.seconds:.1f} s"
+    faults = [] if is_right(outcome) else ["WRONG RESULTS"]
+    if outcome.error is not None:
+        faults.append(outcome.error)
+    if outcome.skipped is not None:
+        faults.append(f"not whole ({outcome.skipped})")
+    return f"{', '.join(faults) or 'done'}, {outcome.seconds:.1f} s"
 
 
-def _figures(outcomes: Sequence[Outcome]) -> dict[str, object]:
+def _figures(outcome: Outcome) -> dict[str, object]:
     return {
-        outcome.part.name: {
-            "seconds": outcome.seconds,
-            "skipped": outcome.skipped,
-            "error": outcome.error,
-            "trace": outcome.trace,
-            "rows": outcome.rows,
-        }
-        for outcome in outcomes
+        "seconds": outcome.seconds,
+        "skipped": outcome.skipped,
+        "error": outcome.error,
+        "trace": outcome.trace,
+        "rows": outcome.rows,
     }

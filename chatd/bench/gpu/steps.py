@@ -19,6 +19,8 @@ from chatd.engine.sampling import SamplingParams
 BATCHES = (1, 8, 32, 128, 256)
 CONTEXT = 1024
 NUM_STEPS = 20
+MAX_MODEL_LEN = 8192
+"""Of contexts, as a server has it: graphs split attention for the longest one."""
 _WARM_UP_STEPS = 3
 
 
@@ -105,6 +107,7 @@ def step_rows(
     batches: Sequence[int] = BATCHES,
     context: int = CONTEXT,
     num_steps: int = NUM_STEPS,
+    max_model_len: int = MAX_MODEL_LEN,
     kv_dtype: torch.dtype | None = None,
     is_deterministic: bool = False,
 ) -> Rows:
@@ -116,7 +119,7 @@ def step_rows(
         bench.stream,
         raw,
         max_num_seqs=max(batches),
-        max_model_len=length,
+        max_model_len=max_model_len,
         num_blocks=lambda most: max((b for b in batches if b * blocks_each <= most), default=0) * blocks_each,
         max_num_batched_tokens=max(batches),
         kv_dtype=kv_dtype,

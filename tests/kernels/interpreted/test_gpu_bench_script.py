@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -40,7 +41,7 @@ SIZES = {
 }
 QWEN3, LLAMA = {**QWEN3_8B, **SIZES}, {**LLAMA_31_8B, **SIZES}
 HEADS = Heads(2, 1, 16, 16, torch.float16)
-STEPS = {"batches": (1,), "context": 17, "num_steps": 1}
+STEPS = {"batches": (1,), "context": 17, "num_steps": 1, "max_model_len": 32}
 SMALL = {
     "checks": partial(check_rows, dtypes=(torch.float16,), chunks=((1, 0), (33, 30), (20, 20)), vocab_size=1500),
     "copies": partial(copy_rows, sizes=(1 << 10,)),
@@ -78,6 +79,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("chatd.bench.gpu.attention._MOST_LAYERS", 2)
     monkeypatch.setattr("chatd.bench.gpu.attention.NUM_IN_RUN", 1)
     monkeypatch.setattr(timing, "NUM_IN_RUN", 1)
+    # Nothing here is so large that it has to be gone at once.
+    monkeypatch.setattr(gc, "collect", lambda: 0)
     with use_backend("gpu"):
         yield
 
