@@ -20,7 +20,6 @@ from chatd.errors import ChatdError, EngineError, StorageError
 from chatd.journal.records import Change, CountUsage, MessageRecord, RemoveMessages, SaveMessage, SaveSession
 from chatd.protocol import ItemStatus, Timings, Usage
 from chatd.sessions.conversation import ID_TYPE, Node, Owner
-from chatd.sessions.endings import timings_of
 from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.model_profile import ModelProfile
 from chatd.sessions.ports import ChatEncoder
@@ -28,6 +27,7 @@ from chatd.sessions.recorder import Recorder
 from chatd.sessions.stats import SessionStats, TurnObserver
 from chatd.sessions.stored import headed, session_record
 from chatd.sessions.turn import TextDelta, Turn, TurnEnd
+from chatd.sessions.turn_reports import timings_of
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from chatd.journal.records import Change, MessageRecord, SaveMessage
 from chatd.protocol import Message, Params
 from chatd.sessions.context_policy import ContextMaker, Prompt
 from chatd.sessions.conversation import Node, Owner
-from chatd.sessions.endings import error_of
 from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.model_profile import ModelProfile, draw_seed
@@ -31,6 +30,7 @@ from chatd.sessions.stats import SessionStats
 from chatd.sessions.stored import answer_record, message_record
 from chatd.sessions.turn import AnswerText, TokenLogprobs, Turn, TurnSink
 from chatd.sessions.turn_ends import TurnEnds
+from chatd.sessions.turn_reports import error_of
 
 
 @dataclass(frozen=True, slots=True)
