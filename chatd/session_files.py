@@ -25,6 +25,8 @@ VERSION = 1
 Format = Literal["md", "json", "html"]
 _ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 _NAMES = {"user": "You", "assistant": "Assistant", "system": "System"}
+_MAX_TIME = 253402300800.0
+"""The year 10000, in Unix seconds."""
 _IN_PROGRESS = "(the answer is in progress)"
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:46rem;margin:2rem auto;padding:0 1rem}"
@@ -115,6 +117,7 @@ def from_json(text: str | bytes) -> SessionFile:
             f"{file.format[:64]!r} {file.version} is not {FORMAT!r} {VERSION}, which this version reads", param="file"
         )
     _check_tree(file)
+    _check_values(file)
     return _ended(file)
 
 
@@ -159,6 +162,19 @@ def _check_tree(file: SessionFile) -> None:
         known.add(message.id)
     if file.session.head not in known:
         raise InvalidRequest(f"{str(file.session.head)[:64]!r}, the head, is none of the messages", param="file")
+
+
+def _check_values(file: SessionFile) -> None:
+    """Refuse what no journal ever had, and what reads one would stumble over."""
+    session = file.session
+    for message in file.messages:
+        if message.is_answer and (message.role != "assistant" or message.sampling is None):
+            raise InvalidRequest(f"message {message.id[:64]!r} is no answer, or has no parameters", param="file")
+    times = [session.created_at, session.updated_at, *(message.created_at for message in file.messages)]
+    counts = [session.num_items, session.num_tokens, session.num_bytes]
+    counts += [count for message in file.messages for count in (message.num_deaths, message.num_inherited)]
+    if not all(0 <= time < _MAX_TIME for time in times) or not all(0 <= count < 2**31 for count in counts):
+        raise InvalidRequest("a time or a count is out of range", param="file")
 
 
 def _ended(file: SessionFile) -> SessionFile:

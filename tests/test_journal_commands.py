@@ -231,6 +231,10 @@ def test_an_answer_in_progress_is_left_out_of_an_import(tmp_path: Path) -> None:
         ('"role":"user"', '"role":"root"'),
         ('"pinned"', '"pinnned"'),
         ("{", "["),
+        ('"context_policy":', '"num_bytes":-1,"context_policy":'),
+        ('"archived":', '"updated_at":1e308,"archived":'),
+        ('"num_deaths":0', '"num_deaths":1000000000000000000000000000000'),
+        ('"is_answer":false', '"is_answer":true'),
     ],
 )
 def test_a_file_that_is_no_export_is_refused(journal: Path, tmp_path: Path, old: str, new: str) -> None:

@@ -165,6 +165,12 @@ class SessionSettings(_Section):
     """Bounds of conversations."""
 
     max_sessions_per_user: int = Field(1024, ge=1, description="Open sessions of one user.")
+    max_kept_sessions_per_user: int = Field(
+        4096, ge=1, description="Sessions of one user in the journal, closed and archived ones too."
+    )
+    max_kept_bytes_per_user: int = Field(
+        4 * 2**30, ge=2**20, description="Messages of all these, what forks share counted in each."
+    )
     max_content_bytes: int = Field(2**20, ge=1024, description="Largest message.")
     max_text_bytes_per_user: int = Field(
         256 * 2**20,

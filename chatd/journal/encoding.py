@@ -85,6 +85,7 @@ class _SessionDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     model: str
     num_items: int = 0
     num_tokens: int = 0
+    num_bytes: int = 0
     context_policy: ContextPolicy = "refuse"
 
 
@@ -220,6 +221,7 @@ def session_row(session: SessionRecord) -> SessionRow:
         model=session.model,
         num_items=session.num_items,
         num_tokens=session.num_tokens,
+        num_bytes=session.num_bytes,
         context_policy=session.context_policy,
     )
     values = (
@@ -261,6 +263,7 @@ def session_record(tenant: str, user: str, row: SessionRow) -> SessionRecord:
         model=details.model,
         num_items=details.num_items,
         num_tokens=details.num_tokens,
+        num_bytes=details.num_bytes,
         context_policy=details.context_policy,
     )
 

@@ -21,6 +21,9 @@ from chatd.journal.search import candidates, has_words, words_of
 from chatd.journal.storage_errors import DATABASE_ERRORS
 
 _logger = logging.getLogger("chatd.journal")
+MAX_SEARCHED_CHARS = 16 * 2**20
+MESSAGE_CHARS = 128
+"""As many characters is a message looked at worth beside its own."""
 _SESSIONS = """
     SELECT sessions.pk, tenant, user, id, title, updated_at, pinned, head, details, checksum
     FROM sessions JOIN owners ON owners.pk = owner"""
@@ -170,7 +173,8 @@ class JournalReader:
     def search(self, tenant: str, user: str, query: str, limit: int) -> list[str]:
         """Return an owner's sessions with every word of the query in the title or in one message, the best first.
 
-        Titles go before messages, and later ones before earlier ones.
+        Titles go before messages, and later ones before earlier ones. Of messages the latest are looked at, as many as
+        have `MAX_SEARCHED_CHARS` together: words that are too short for the index could be in any.
         """
         words = words_of(query)
         owner = self._db.execute("SELECT pk FROM owners WHERE tenant = ? AND user = ?", (tenant, user)).fetchone()
@@ -185,9 +189,15 @@ class JournalReader:
                 found[row[0]] = None
                 if len(found) == limit:
                     return list(found)
+        num_left = MAX_SEARCHED_CHARS
         for rowid in candidates(self._db, owner[0], words, titles=False):
             row = self._db.execute("SELECT content FROM messages WHERE pk = ?", (rowid,)).fetchone()
-            if row is None or not has_words(row[0], words):
+            if row is None:
+                continue
+            num_left -= len(row[0]) + MESSAGE_CHARS
+            if num_left < 0:
+                break
+            if not has_words(row[0], words):
                 continue
             for (session,) in self._db.execute(
                 "SELECT id FROM members JOIN sessions ON sessions.pk = session WHERE message = ? AND owner = ?"

@@ -47,6 +47,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
         model: The name of the model that last answered.
         num_items: Messages on the path to the head, for lists.
         num_tokens: Ids of that path, likewise.
+        num_bytes: Memory of all its messages and its system prompt, about, for its owner's bounds.
         context_policy: What becomes of a turn that does not fit into the context.
     """
 
@@ -68,6 +69,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     num_items: int = 0
     num_tokens: int = 0
+    num_bytes: int = 0
     context_policy: ContextPolicy = "refuse"
 
 

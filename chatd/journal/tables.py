@@ -26,6 +26,8 @@ from chatd.journal.search import change_index, part_of
 
 ANSWER_TTL_S = 86400.0
 MAX_ANSWERS_PER_USER = 1024
+MAX_ANSWER_BYTES_PER_USER = 4 * 2**20
+"""As much of a user's answers is kept, and in any case the last one; up to a fourth more until it is counted again."""
 
 _NEW_SESSION = """
     INSERT INTO sessions (owner, id, title, updated_at, pinned, head, details, checksum)
@@ -47,6 +49,12 @@ _COUNT_USAGE = """
     ON CONFLICT (tenant, key_id, day) DO UPDATE SET requests = requests + 1,
         input_tokens = input_tokens + excluded.input_tokens, cached_tokens = cached_tokens + excluded.cached_tokens,
         output_tokens = output_tokens + excluded.output_tokens"""
+_FORGET_ANSWERS = """
+    DELETE FROM answers WHERE rowid IN (
+        SELECT number FROM (
+            SELECT rowid AS number, sum(length(event)) OVER (ORDER BY at DESC, rowid DESC) - length(event) AS newer
+            FROM answers WHERE tenant = ? AND user = ?)
+        WHERE newer > ?)"""
 _EXPIRED = """
     SELECT sessions.id FROM sessions JOIN owners ON owners.pk = sessions.owner
     WHERE owners.tenant = ? AND updated_at < ? AND NOT pinned AND NOT EXISTS (
@@ -80,6 +88,7 @@ class Tables:
         self._db = connection
         # Number, and length of the answer so far, of answers in flight that tokens were written of.
         self._in_flight: dict[str, tuple[int, int]] = {}
+        self._answer_bytes: dict[tuple[str, str], int] = {}  # By owner, since they were counted.
 
     def forget(self) -> None:
         """Forget what is known of a transaction that was rolled back."""
@@ -317,6 +326,12 @@ class Tables:
             " ORDER BY at DESC, rowid DESC LIMIT -1 OFFSET ?)",
             (answer.tenant, answer.user, MAX_ANSWERS_PER_USER),
         )
+        owner = (answer.tenant, answer.user)
+        num_bytes = self._answer_bytes.get(owner, 0) + len(answer.event)
+        if num_bytes > MAX_ANSWER_BYTES_PER_USER // 4:
+            self._db.execute(_FORGET_ANSWERS, (*owner, MAX_ANSWER_BYTES_PER_USER))
+            num_bytes = 0
+        self._answer_bytes[owner] = num_bytes
 
     def _find_in_flight(self, message: str) -> tuple[int, int] | None:
         """Return number and length of an answer that has not ended."""

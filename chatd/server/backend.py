@@ -320,6 +320,8 @@ def session_limits(settings: Settings) -> SessionLimits:
     sessions = settings.sessions
     return SessionLimits(
         max_sessions_per_user=sessions.max_sessions_per_user,
+        max_kept_sessions_per_user=sessions.max_kept_sessions_per_user,
+        max_kept_bytes_per_user=sessions.max_kept_bytes_per_user,
         max_content_bytes=sessions.max_content_bytes,
         max_history_bytes=settings.server.max_body_bytes,
         max_text_bytes_per_user=sessions.max_text_bytes_per_user,

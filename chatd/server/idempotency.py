@@ -126,10 +126,17 @@ class AnswerCache:
             _settle(answer, None)
 
     def _expire(self, answers: _Answers) -> None:
-        while len(answers.by_id) > self._max_answers or answers.num_bytes > self._max_bytes:
-            _, oldest = answers.by_id.popitem(last=False)
-            answers.num_bytes -= oldest.num_bytes
-            _settle(oldest, None)
+        """Forget the oldest answers; not the last one, nor a command that is being carried out: it would be again."""
+        num_left = len(answers.by_id)
+        if num_left <= self._max_answers and answers.num_bytes <= self._max_bytes:
+            return
+        for command, answer in list(answers.by_id.items())[:-1]:
+            if num_left <= self._max_answers and answers.num_bytes <= self._max_bytes:
+                return
+            if answer.event.done():
+                del answers.by_id[command]
+                answers.num_bytes -= answer.num_bytes
+                num_left -= 1
 
 
 def receipt_of(command: Command) -> Receipt | None:

@@ -95,8 +95,12 @@ class Eraser:
         kept = self._count(session) if is_loaded else Erased(messages=0, shared_messages=0, tokens=0, num_bytes=0)
         if self._recorder.keeps(session):
             # What is owed of it would be written after it is gone.
-            await self._recorder.commit(())
-            kept = await self._journal.erase(session.id)
+            owed = await self._recorder.forgive(session.id)
+            try:
+                kept = await self._journal.erase(session.id)
+            except BaseException:
+                self._recorder.owe(owed)
+                raise
         session.is_erased = True
         erased = SessionErased(
             session=session.id,

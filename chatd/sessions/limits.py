@@ -15,6 +15,8 @@ class SessionLimits:
     Attributes:
         max_sessions_per_user: Open sessions of one user.
         max_closed_sessions_per_user: Closed ones whose text is kept; the oldest go first.
+        max_kept_sessions_per_user: With a journal, all of one user's, closed ones too.
+        max_kept_bytes_per_user: With a journal, the messages of all these, what forks share in each.
         max_content_bytes: Largest message.
         max_history_bytes: All messages that one request or one new session brings along.
         max_session_bytes: All messages of one session, every branch included.
@@ -35,6 +37,8 @@ class SessionLimits:
 
     max_sessions_per_user: int = 1024
     max_closed_sessions_per_user: int = 1024
+    max_kept_sessions_per_user: int = 4096
+    max_kept_bytes_per_user: int = 4 * 2**30
     max_content_bytes: int = 2**20
     max_history_bytes: int = 4 * 2**20
     max_session_bytes: int = 16 * 2**20

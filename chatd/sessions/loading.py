@@ -74,7 +74,7 @@ class SessionLoader:
             and session.turn is None
             and session.num_attached == 0
             and not session.lock.locked()
-            and self._recorder.num_owed == 0
+            and not self._recorder.owes(session)
         )
 
     def unload(self, session: Session) -> None:

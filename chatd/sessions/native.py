@@ -5,13 +5,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from sys import getsizeof
 from typing import Any
 
 import msgspec
 
 from chatd.engine.messages import Forked, RequestClass, Tier
 from chatd.errors import Conflict, InvalidRequest, PermissionDenied
-from chatd.journal.records import Change, MessageRecord, SaveMessage, SaveSession, SessionRecord, ShareMessages
+from chatd.journal.records import (
+    Change,
+    MessageRecord,
+    SaveAnswer,
+    SaveMessage,
+    SaveSession,
+    SessionRecord,
+    ShareMessages,
+)
 from chatd.protocol import (
     BranchSelect,
     Event,
@@ -34,7 +43,7 @@ from chatd.protocol import (
     UserMessage,
 )
 from chatd.sessions.attachments import Attachments
-from chatd.sessions.conversation import Conversation, Node, Owner
+from chatd.sessions.conversation import MESSAGE_OVERHEAD_BYTES, Conversation, Node, Owner
 from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.events import Subscriber
 from chatd.sessions.limits import SessionLimits
@@ -47,6 +56,9 @@ from chatd.sessions.stored import headed, message_record, session_record
 from chatd.sessions.tokenizer import check_size
 from chatd.sessions.turn import Turn
 from chatd.sessions.turns import AlsoKept, Begun, TurnRunner, check_free
+
+MAX_SELECTED_BYTES = 2**18
+"""Of the answer to `branch.select`, above which it is not kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +140,7 @@ class NativeDoor:
             if self._recorder.is_kept:
                 added = [SaveMessage(session.id, self._record_of(node)) for node in session.conversation.path()]
                 answer = SessionCreated(session=session.info(), head_seq=0, re=command.id)
-                await self._recorder.commit([self._saved(session), *added, *self._kept(receipt, owner, answer)])
+                await self._save(session, [self._saved(session), *added, *self._kept(receipt, owner, answer)])
             self._store.add(session)
         return session
 
@@ -272,7 +284,8 @@ class NativeDoor:
                 siblings=session.conversation.siblings_after(parent),
             )
             event = ItemAdded(session=session.id, seq=0, ts=self._clock(), item=item, re=command.id)
-            length = {"head": head, "num_items": num_items, "num_tokens": num_tokens}
+            num_bytes = session.num_bytes + MESSAGE_OVERHEAD_BYTES + getsizeof(command.content)
+            length = {"head": head, "num_items": num_items, "num_tokens": num_tokens, "num_bytes": num_bytes}
             used = self._used(session, **length, **({"title": title} if title else {}))
             return [used, *self._kept(asked.receipt, session.owner, event)]
 
@@ -421,7 +434,10 @@ class NativeDoor:
             if self._recorder.keeps(session):
                 event = session.branch_event(shown, leaf, seq=0, re=command.id)
                 record = headed(self._record(session, updated_at=self._clock()), leaf)
-                await self._save(session, [SaveSession(record), *self._kept(asked.receipt, session.owner, event)])
+                kept = self._kept(asked.receipt, session.owner, event)
+                # It may have all of the conversation, and to be done again does no harm.
+                kept = [answer for answer in kept if len(answer.event) <= MAX_SELECTED_BYTES]
+                await self._save(session, [SaveSession(record), *kept])
             session.conversation.select(leaf)
             session.updated_at = self._clock()
             session.emit_branch(shown, leaf, command.id, asked.subscriber)
@@ -457,7 +473,7 @@ class NativeDoor:
         """Return a session that is used now, so it is open, with these changes."""
         return self._saved(session, closed=False, updated_at=self._clock(), **changes)
 
-    def _kept(self, receipt: Receipt | None, owner: Owner, answer: Event) -> list[Change]:
+    def _kept(self, receipt: Receipt | None, owner: Owner, answer: Event) -> list[SaveAnswer]:
         return [] if receipt is None else [receipt.of(owner, answer, self._clock())]
 
     def _record_of(self, node: Node) -> MessageRecord:

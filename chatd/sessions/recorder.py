@@ -14,7 +14,7 @@ from typing import Any
 
 from chatd.errors import StorageError
 from chatd.journal.no_journal import NoJournal
-from chatd.journal.records import Change, SaveAnswer, SaveMessage
+from chatd.journal.records import Change, RemoveMessages, SaveAnswer, SaveMessage, SaveSession, ShareMessages
 from chatd.protocol import Event, encode
 from chatd.sessions.conversation import Owner
 from chatd.sessions.ports import Journal
@@ -23,7 +23,26 @@ from chatd.sessions.session import Session
 PAY_AFTER_S = 1.0
 """How long what nobody waits for may take to be kept."""
 
+MAX_FAILED = 8
+"""Of what is owed so many sessions' are tried in vain with one commit, and then the rest with the next."""
+
+LARGE_BYTES = 2**16
+"""Above it what one session writes waits for what its tenant's other sessions do."""
+
 _log = logging.getLogger(__name__)
+
+
+def _num_bytes(change: Change) -> int:
+    """Return about how much there is to write of what can be large."""
+    match change:
+        case SaveMessage(message=message):
+            return len(message.content) + message.ids.itemsize * (len(message.ids) + len(message.prompt_ids))
+        case SaveSession(session=session):
+            return len(session.system or "")
+        case SaveAnswer():
+            return len(change.event)
+        case _:
+            return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +62,25 @@ class Receipt:
         return SaveAnswer(owner.tenant, owner.user, self.command, self.body, encode(answer).encode(), at)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Debt:
+    """Changes that go together, and of which session they are; None where of none."""
+
+    session: str | None
+    changes: Sequence[Change]
+
+
+def session_of(change: Change) -> str | None:
+    """Return the name of the session that a change is of."""
+    match change:
+        case SaveSession(session=record):
+            return record.id
+        case SaveMessage(session=session) | ShareMessages(session=session) | RemoveMessages(session=session):
+            return session
+        case _:
+            return None
+
+
 class Recorder:
     """Commits for all sessions.
 
@@ -54,7 +92,8 @@ class Recorder:
         self.is_kept = not isinstance(journal, NoJournal)
         """False where everything ends with the daemon."""
         self._journal = journal
-        self._owed: list[Change] = []
+        self._owed: list[_Debt] = []
+        self._large: dict[str, asyncio.Lock] = {}
         self._paying = asyncio.Lock()
         self._payment: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -62,7 +101,11 @@ class Recorder:
     @property
     def num_owed(self) -> int:
         """Changes that have happened and are not durable."""
-        return len(self._owed)
+        return sum(len(debt.changes) for debt in self._owed)
+
+    def owes(self, session: Session) -> bool:
+        """Return whether the journal may lack something of a session."""
+        return self._paying.locked() or any(debt.session == session.id for debt in self._owed)
 
     def keeps(self, session: Session) -> bool:
         """Return whether a session is in the journal; those of stateless requests are not."""
@@ -71,7 +114,13 @@ class Recorder:
     async def save(self, session: Session, changes: Sequence[Change]) -> None:
         """Make changes of a session durable that have its record among them; see `commit`."""
         recoded = list(session.recoded)
-        await self.commit([*(SaveMessage(session.id, message) for message in recoded), *changes])
+        all_changes = [*(SaveMessage(session.id, message) for message in recoded), *changes]
+        if sum(map(_num_bytes, all_changes)) <= LARGE_BYTES:
+            await self.commit(all_changes)
+        else:
+            # One of each tenant at a time: all others' wait behind it in the one queue that the journal has.
+            async with self._large.setdefault(session.owner.tenant, asyncio.Lock()):
+                await self.commit(all_changes)
         del session.recoded[: len(recoded)]
 
     async def commit(self, changes: Sequence[Change]) -> None:
@@ -89,11 +138,44 @@ class Recorder:
         async with self._paying:
             owed, self._owed = self._owed, []
             try:
-                await self._commit([*owed, *changes])
-            except BaseException:
+                await self._commit([*(change for debt in owed for change in debt.changes), *changes])
+            except Exception:
                 self._owed = owed + self._owed
+                await self._commit_apart(changes)
+            finally:
                 self._pay_soon()
-                raise
+
+    async def _commit_apart(self, changes: Sequence[Change]) -> None:
+        """Commit changes with what is owed of their sessions alone, where it failed with all of that.
+
+        Of the rest, what is taken is no longer owed. What never is, as of a damaged session, hurts nobody else.
+        """
+        sessions = {session_of(change) for change in changes} - {None}
+        own = [debt for debt in self._owed if debt.session in sessions]
+        await self._commit([*(change for debt in own for change in debt.changes), *changes])
+        failed: set[str | None] = set()
+        left: list[_Debt] = []
+        owed, self._owed = [debt for debt in self._owed if debt not in own], []
+        for debt in owed:
+            try:
+                if debt.session in failed or len(failed) >= MAX_FAILED:
+                    left.append(debt)
+                else:
+                    await self._commit(debt.changes)
+            except Exception as error:
+                _log.error("%d changes cannot be made durable: %s", len(debt.changes), error)
+                failed.add(debt.session)
+                left.append(debt)
+        # Those that were not tried come first the next time; those of one session stay in order.
+        tried = [debt for debt in left if debt.session in failed]
+        self._owed = [debt for debt in left if debt.session not in failed] + tried + self._owed
+
+    async def forgive(self, session: str) -> list[Change]:
+        """Owe nothing more of a session, which is about to be erased; return what it was."""
+        async with self._paying:
+            gone = [debt for debt in self._owed if debt.session == session]
+            self._owed = [debt for debt in self._owed if debt.session != session]
+            return [change for debt in gone for change in debt.changes]
 
     async def _commit(self, changes: Sequence[Change]) -> None:
         commit = asyncio.ensure_future(self._journal.commit(changes))
@@ -139,8 +221,8 @@ class Recorder:
 
     def owe(self, changes: Sequence[Change], *, at_once: bool = False) -> None:
         """Have changes kept soon, or at once, that nobody waits for."""
-        if self.is_kept:
-            self._owed += changes
+        if self.is_kept and changes:
+            self._owed.append(_Debt(next((session_of(change) for change in changes), None), list(changes)))
             if at_once:
                 self._spawn(self._pay())
             else:
@@ -175,7 +257,7 @@ class Recorder:
         try:
             await self.commit(())
         except StorageError as error:
-            _log.warning("the journal takes nothing, %d changes wait: %s", len(self._owed), error)
+            _log.warning("the journal takes nothing, %d changes wait: %s", self.num_owed, error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work, name="journal")

@@ -257,6 +257,16 @@ class Session:
             return getsizeof(self._stored.system or "")
         return self.conversation.num_bytes + getsizeof(self.conversation.system or "")
 
+    @property
+    def num_system_bytes(self) -> int:
+        """Memory that is taken also where the messages are in the journal only."""
+        return getsizeof((self.conversation.system if self._stored is None else self._stored.system) or "")
+
+    @property
+    def num_kept_bytes(self) -> int:
+        """As `num_bytes`, also where the messages are in the journal only."""
+        return self.num_bytes if self._stored is None else self._stored.num_bytes
+
     def snapshot(self, history: HistoryScope) -> Snapshot:
         """Return the session at `ring.head_seq`; an answer in progress is always in it."""
         path = self.conversation.path()

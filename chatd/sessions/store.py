@@ -6,6 +6,7 @@ them. Without a journal the closed ones go, the longest unused first.
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import contextlib
 import math
@@ -65,6 +66,7 @@ class SessionStore:
         self._journal = journal
         self._recorder = recorder
         self._num_opening: Counter[Owner] = Counter()
+        self._searching: dict[str, asyncio.Lock] = {}
         self._by_owner: dict[Owner, dict[str, Session]] = {}
         self._requests = requests
         self._model = model
@@ -122,7 +124,9 @@ class SessionStore:
     async def _matcher(self, owner: Owner, query: str) -> Callable[[Session], bool]:
         """Return what tells whether a session has a text; asked in the order of a list."""
         if self._recorder.is_kept:
-            ids = frozenset(await self._journal.search(owner.tenant, owner.user, query, MAX_FOUND))
+            # One of each tenant: there is one thread for all, and who floods it waits in a line of its own.
+            async with self._searching.setdefault(owner.tenant, asyncio.Lock()):
+                ids = frozenset(await self._journal.search(owner.tenant, owner.user, query, MAX_FOUND))
             return lambda session: session.id in ids or query in session.title.casefold()
         budget = MAX_SEARCHED_CHARS
 
@@ -154,7 +158,7 @@ class SessionStore:
     def check_text_room(
         self, owner: Owner, texts: Iterable[str], session: Session | None = None, *, num_bytes: int = 0
     ) -> None:
-        """Refuse texts that do not fit beside what an owner's open sessions have in memory; others make room for them.
+        """Refuse texts that do not fit beside what an owner's sessions have to have in memory, or have in the journal.
 
         Args:
             session: Where the texts go; None for a new session.
@@ -164,8 +168,9 @@ class SessionStore:
             RateLimited: `too_much_text`.
         """
         owned = self._by_owner.get(owner, {}).values()
-        held = sum(other.num_bytes for other in owned if other is session or self._holds_memory(other))
-        held += sum(map(getsizeof, texts)) + num_bytes
+        held = sum(other.num_bytes if other is session else self._num_held_bytes(other) for other in owned)
+        num_new = sum(map(getsizeof, texts)) + num_bytes
+        held += num_new
         limit = self._limits.max_text_bytes_per_user
         if held > limit:
             raise RateLimited(
@@ -175,11 +180,23 @@ class SessionStore:
                 hint="close or erase a session that is no longer needed",
             )
 
-    def _holds_memory(self, session: Session) -> bool:
-        """Return whether a session's messages have to stay in memory."""
+        if not self._recorder.is_kept:
+            return
+        kept, limit = sum(other.num_kept_bytes for other in owned) + num_new, self._limits.max_kept_bytes_per_user
+        if kept > limit:
+            raise RateLimited(
+                f"sessions would have {kept} bytes of text in the journal, the limit is {limit}"
+                " (sessions.max_kept_bytes_per_user)",
+                code="too_much_text",
+                hint="erase a session that is no longer needed",
+            )
+
+    def _num_held_bytes(self, session: Session) -> int:
+        """Return how much of a session has to stay in memory."""
         if self._recorder.keeps(session):
-            return session.is_loaded and not self.loader.can_unload(session)
-        return not session.closed
+            is_used = session.is_loaded and not self.loader.can_unload(session)
+            return session.num_bytes if is_used else session.num_system_bytes
+        return 0 if session.closed else session.num_bytes
 
     def make_room(self, owner: Owner, used: Session | None = None) -> None:
         """Keep an owner's messages in memory within bounds: those of sessions that are not used go.
@@ -223,6 +240,13 @@ class SessionStore:
             RateLimited: `too_many_sessions`.
         """
         self.check_room(owner)
+        num_kept, limit = len(self._by_owner.get(owner, {})) + self._num_opening[owner], self._limits
+        if self._recorder.is_kept and num_kept >= limit.max_kept_sessions_per_user:
+            raise RateLimited(
+                f"{num_kept} sessions are kept, the limit is {limit.max_kept_sessions_per_user}",
+                code="too_many_sessions",
+                hint="erase a session that is no longer needed",
+            )
         self._num_opening[owner] += 1
         try:
             yield

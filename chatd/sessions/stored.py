@@ -42,6 +42,7 @@ def session_record(session: Session, *, model: str, **changes: Any) -> SessionRe
         model=model,
         num_items=0 if conversation.head is None else conversation.head.depth,
         num_tokens=conversation.num_tokens,
+        num_bytes=session.num_bytes,
         context_policy=session.context_policy,
     )
     return msgspec.structs.replace(record, **changes) if changes else record

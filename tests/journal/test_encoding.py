@@ -40,6 +40,7 @@ SESSION = SessionRecord(
     model="small",
     num_items=3,
     num_tokens=40,
+    num_bytes=5000,
     context_policy="drop_oldest",
 )
 MESSAGE = MessageRecord(

@@ -26,7 +26,7 @@ from chatd.journal.records import (
     ShareMessages,
     UsageRow,
 )
-from chatd.journal.tables import ANSWER_TTL_S, MAX_ANSWERS_PER_USER
+from chatd.journal.tables import ANSWER_TTL_S, MAX_ANSWER_BYTES_PER_USER, MAX_ANSWERS_PER_USER
 from chatd.testing.journal_records import make_answer, make_session, make_user_message
 
 
@@ -328,3 +328,14 @@ def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (directory / "journal.db").write_text("not a database" * 100)
     with pytest.raises(ConfigError, match="cannot be opened: file is not a database"):
         Journal.open(directory)
+
+
+async def test_a_users_kept_answers_are_bounded_in_bytes(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "journal")
+    for number in range(12):
+        await journal.commit([SaveAnswer("acme", "ann", f"c{number}", b"", b"x" * 2**20, float(number))])
+    await journal.commit([SaveAnswer("acme", "bob", "c", b"", b"x" * (MAX_ANSWER_BYTES_PER_USER + 1), 1.0)])
+    kept = await journal.answers(0.0)
+    assert [answer.command for answer in kept if answer.user == "ann"] == [f"c{n}" for n in (7, 8, 9, 10, 11)]
+    assert len([answer for answer in kept if answer.user == "bob"]) == 1
+    await journal.close()

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from chatd.journal import reader as journal_reader
 from chatd.journal.directory import DATABASE
 from chatd.journal.journal import Journal
 from chatd.journal.reader import JournalReader, connect_to_read
@@ -140,3 +141,13 @@ async def test_a_damaged_index_is_made_anew_by_the_next_change(journal: Journal)
     await journal.erase("de")
     assert await journal.search("acme", "ann", "knoten", 100) == []
     assert await journal.search("acme", "ann", "とうござ", 100) == ["ja"]
+
+
+async def test_a_search_looks_at_no_more_than_so_many_characters(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_reader, "MAX_SEARCHED_CHARS", 4000)
+    old, *later = (make_user_message(f"old{i}", ("qq " if i == 0 else "rr ") + "x" * 1000) for i in range(5))
+    await journal.commit([SaveMessage("de", message) for message in (old, *later)])
+    assert await journal.search("acme", "ann", "qq", 100) == []
+    assert await journal.search("acme", "ann", "rr", 100) == ["de"]

@@ -69,3 +69,17 @@ async def test_no_users_answers_drive_out_anothers() -> None:
             await answers.earlier(tenant, user, command)
             answers.finish(tenant, user, command, SessionDetached(session="s" * 400))
     assert await answers.earlier("acme", "ann", ONE) == Pong(t=1)
+
+
+async def test_a_command_that_is_being_carried_out_is_not_forgotten_for_others() -> None:
+    answers = AnswerCache(max_answers=2, max_bytes=10)
+    assert await answers.earlier("acme", "ann", ONE) is None
+    for number in range(9):
+        other = SessionCreate(id=f"other {number}")
+        await answers.earlier("acme", "ann", other)
+        answers.finish("acme", "ann", other, SessionDetached(session="s" * 100))
+    again = asyncio.create_task(answers.earlier("acme", "ann", ONE))
+    await asyncio.sleep(0)
+    assert not again.done()
+    answers.finish("acme", "ann", ONE, Pong(t=1))
+    assert await again == Pong(t=1)
