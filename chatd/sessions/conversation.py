@@ -214,6 +214,12 @@ class Conversation:
 
     def add_message(self, node_id: str, role: Role, content: str, parent: Node | None) -> Node:
         """Add a message after `parent` and make it the head."""
+        node = self.add_stored(node_id, role, content, parent)
+        self.select(node)
+        return node
+
+    def add_stored(self, node_id: str, role: Role, content: str, parent: Node | None) -> Node:
+        """Add a message after `parent`; `show` must follow when all are there."""
         node = Node(
             node_id,
             role,
@@ -227,8 +233,24 @@ class Conversation:
         self._charge(node, MESSAGE_OVERHEAD_BYTES + getsizeof(content))
         self._nodes[node_id] = node
         self._children.setdefault(parent, []).append(node)
-        self.select(node)
         return node
+
+    def show(self, head: Node | None) -> None:
+        """Make a message the head after the others were selected in the order in which they were added.
+
+        At the cost of all of them once: each selection by itself costs the way between two branches, however long.
+        """
+        last: dict[Node | None, int] = {}
+        nodes = list(self._nodes.values())
+        for number in range(len(nodes) - 1, -1, -1):
+            node = nodes[number]
+            latest = last.setdefault(node, number)
+            if latest > last.get(node.parent, -1):
+                last[node.parent] = latest
+                self._last_seen[node.parent] = node
+        self.head = None
+        if head is not None:
+            self.select(head)
 
     def begin_answer(
         self,

@@ -102,7 +102,7 @@ def conversation_of(record: SessionRecord, messages: Iterable[MessageRecord]) ->
     conversation = Conversation(record.system)
     for message in messages:
         parent = None if message.parent is None else conversation.get(message.parent)
-        node = conversation.add_message(message.id, message.role, message.content, parent)
+        node = conversation.add_stored(message.id, message.role, message.content, parent)
         if message.is_answer:
             if message.sampling is None:
                 raise DamagedRecord(f"answer {message.id} is in the journal without its parameters")
@@ -122,11 +122,7 @@ def conversation_of(record: SessionRecord, messages: Iterable[MessageRecord]) ->
         )
         if message.is_answer and message.status != "in_progress":
             conversation.give_ids(node, message.ids)
-    head = None if record.head is None else conversation.get(record.head)
-    if head is not None:
-        conversation.select(head)
-    else:
-        conversation.head = None
+    conversation.show(None if record.head is None else conversation.get(record.head))
     return conversation
 
 

@@ -195,3 +195,32 @@ def test_text_is_what_was_appended() -> None:
         answer.append_text(part)
         assert answer.to_message() == Message(role="assistant", content=answer.content)
     assert answer.content == "aé🙂"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 10_000), min_size=1, max_size=30), st.integers(0, 10_000))
+def test_what_is_read_again_shows_what_was_shown_when_it_was_added(parents: list[int], head: int) -> None:
+    live, again = Conversation(), Conversation()
+    for number, place in enumerate(parents):
+        for conversation in (live, again):
+            add = live.add_message if conversation is live else again.add_stored
+            before = None if number == 0 else conversation.get(f"n{place % number}")
+            add(f"n{number}", "user", str(number), before if place % 7 else None)
+    name = f"n{head % len(parents)}"
+    live.select(live.get(name))
+    again.show(again.get(name))
+    assert [again.item_of(node) for node in again] == [live.item_of(node) for node in live]
+    assert [node.id for node in again.path()] == [node.id for node in live.path()]
+
+
+def test_two_long_branches_that_take_turns_are_read_in_linear_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = []
+    select = Conversation.select
+    monkeypatch.setattr(Conversation, "select", lambda self, node: ways.append(node) or select(self, node))
+    conversation = Conversation()
+    ends: list[Node | None] = [None, None]
+    for number in range(200):
+        ends[number % 2] = conversation.add_stored(f"n{number}", "user", "x", ends[number % 2])
+    conversation.show(ends[0])
+    assert len(ways) == 1
+    assert len(conversation.path()) == 100
