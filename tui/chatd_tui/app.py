@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from chatd.protocol import (
 )
 from chatd_tui import messages, status_text
 from chatd_tui.actions import Actions
+from chatd_tui.attachments import Attachment, attachments, completions, with_attachments
 from chatd_tui.command_table import COMMANDS, bindings
 from chatd_tui.commands import Command, Context, Suggestion, Typed, find, parse, similar, suggestions
 from chatd_tui.conversation import Conversation
@@ -185,7 +187,6 @@ class ChatApp(App[None]):
 
     async def on_submitted(self, message: messages.Submitted) -> None:
         """Carry a typed command out, or send a message."""
-        composer = self.chat.composer
         text = message.text
         if message.editing is None and self._sent.add(text):
             self.run_worker(lambda: self._sent.save(text), group="history", thread=True)
@@ -199,14 +200,44 @@ class ChatApp(App[None]):
         if self.link.role == "observer":
             self.chat.status = status_text.WATCHING
             return
+        try:
+            files = await asyncio.to_thread(attachments, typed, Path.cwd()) if "@" in typed else []
+        except ChatdError as error:
+            self.show_error(error)
+            return
+        if files:
+            self._offer_to_attach(typed, message.editing, files)
+        else:
+            self._say(typed, message.editing)
+
+    def _offer_to_attach(self, text: str, editing: str | None, files: list[Attachment]) -> None:
+        """Show which files would be sent: what names them may have been pasted."""
+
+        def attach() -> None:
+            self.run_worker(self._send_with(text, editing, files), group="commands")
+
+        names = "\n".join(f"{file.name} ({file.size_bytes} bytes)" for file in files)
+        self.ask("Send the text of this with the message?", names, "send", attach)
+
+    async def _send_with(self, text: str, editing: str | None, files: list[Attachment]) -> None:
+        assert self._hello is not None, "a message is written to a daemon"
+        try:
+            whole = await asyncio.to_thread(with_attachments, text, files, self._hello.limits.frame_bytes)
+        except ChatdError as error:
+            self.show_error(error)
+        else:
+            self._say(whole, editing)
+
+    def _say(self, text: str, editing: str | None) -> None:
+        """Send a message, or another version of one."""
         self.chat.status = StatusView("busy", "sending")
         self.chat.transcript.select(None)
-        if message.editing is None:
-            composer.clear()
-            self.link.send(typed)
+        if editing is None:
+            self.chat.composer.clear()
+            self.link.send(text)
         else:
-            composer.end_edit()
-            self.run_worker(self._send_edit(message.editing, typed), group="commands")
+            self.chat.composer.end_edit()
+            self.run_worker(self._send_edit(editing, text), group="commands")
 
     async def _send_edit(self, item: str, text: str) -> None:
         try:
@@ -249,7 +280,7 @@ class ChatApp(App[None]):
         return command.unavailable(self.context)
 
     def _suggest(self, text: str) -> list[Suggestion]:
-        return suggestions(COMMANDS, text, self.context)
+        return suggestions(COMMANDS, text, self.context) or completions(text, Path.cwd())
 
     async def run_command(self, command: Command, argument: str = "") -> bool:
         """Carry a command out where it can be; False where it cannot."""

@@ -21,6 +21,7 @@ KEYS = (
     ("\\ then Enter", "new line, in any terminal"),
     ("/", "a command; Tab completes it, ↑ and ↓ choose"),
     ("//", "a message that begins with /"),
+    ("@", "a file whose text goes with the message; Tab completes it"),
     ("Tab", "from the input to the messages and back"),
     ("↑, ↓", "in the input what was sent before; else the message above or below"),
     ("PgUp, PgDn", "scroll"),

@@ -1,7 +1,7 @@
 """The input: Enter sends; Shift+Enter, Alt+Enter, Ctrl+J or a backslash at the end make a line.
 
-A slash at the beginning offers commands; Tab takes one. Up at the first line and Down at the last one bring back what
-was sent before. A message that is edited stands here until it is sent or left.
+A slash at the beginning offers commands and an @ at the end files; Tab takes one. Up at the first line and Down at the
+last one bring back what was sent before. A message that is edited stands here until it is sent or left.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ class Composer(TextArea):
 
     def _offer(self) -> None:
         begun = self.document.line_count == 1 and self.document.get_line(0).startswith("/")
+        names_file = "@" in self.document.get_line(self.document.line_count - 1)
+        begun = begun or (names_file and self.cursor_location == self.document.end)
         # A command that was recalled is whole, and the arrows go on through what was sent.
         begun = begun and not self.sent.shows(self.text)
         self._offered.show(self.suggest(self.text) if begun else ())
