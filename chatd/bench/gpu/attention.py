@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from chatd.bench.gpu.parts import Bench, Rows
+from chatd.bench.gpu.parts import Bench, NoRoom, Rows
 from chatd.bench.gpu.timing import NUM_IN_RUN, seconds_of
 from chatd_kernels.kv_cache import allocate_kv_cache
 from chatd_kernels.paged_attention import build_metadata, paged_attention
@@ -17,7 +17,8 @@ from chatd_kernels.paged_attention import build_metadata, paged_attention
 BATCHES = (1, 8, 64, 256)
 CONTEXTS = (512, 4096, 32_768)
 PREFILLS = (512, 2048, 8192)
-_MOST_BYTES = 16 << 30
+_ROOM = 0.8
+"""Of what is free, what a cache may take."""
 _BEYOND_CACHES = 256 << 20
 """Layers that are read one after the other hold so many bytes, so that none is found in the card's own cache."""
 _MOST_LAYERS = 32
@@ -33,6 +34,11 @@ class Heads:
     block_size: int = 16
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype | None = None
+
+    def layer_bytes(self, batch: int, length: int) -> int:
+        """Bytes of so many sequences' K and V in one layer, scales of 8-bit formats left out."""
+        dtype = self.kv_dtype or self.dtype
+        return batch * length * 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 class DecodeBatch:
@@ -106,8 +112,8 @@ def decode_rows(
         for batch in batches:
             seconds = {}
             num_bytes = 0
-            layer_bytes = batch * context * 2 * heads.num_kv_heads * heads.head_dim * heads.dtype.itemsize
-            if layer_bytes > _MOST_BYTES:
+            layer_bytes = heads.layer_bytes(batch, context)
+            if layer_bytes > _ROOM * bench.stream.memory().free:
                 continue
             num_layers = min(_MOST_LAYERS, -(-_BEYOND_CACHES // layer_bytes))
             for is_shuffled in (True, False):
@@ -186,9 +192,17 @@ def prefill_rows(bench: Bench, heads: Heads | None = None, lengths: Sequence[int
 def layout_rows(
     bench: Bench, heads: Heads | None = None, batch: int = 64, length: int = 32_768, num_layers: int = 4
 ) -> Rows:
-    """Yield decode attention of one layer, where a block holds several layers and where it holds this one alone."""
+    """Yield decode attention of one layer, where a block holds several layers and where it holds this one alone.
+
+    Raises:
+        NoRoom: The larger one does not fit the card.
+    """
+    heads = heads or Heads()
+    wanted, free = num_layers * heads.layer_bytes(batch, length), bench.stream.memory().free
+    if wanted > _ROOM * free:
+        raise NoRoom(f"{wanted / 2**30:.1f} GiB are wanted, {free / 2**30:.1f} GiB are free")
     for name, layers in (("block-major", num_layers), ("layer-major", 1)):
-        work = DecodeBatch(heads or Heads(), batch, length, bench.device, num_layers=layers)
+        work = DecodeBatch(heads, batch, length, bench.device, num_layers=layers)
         seconds = seconds_of(work.attend, bench.stream, num_in_run=num_layers)
         yield {
             "layout": name,

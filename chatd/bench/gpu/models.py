@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from chatd.bench.gpu.parts import free_memory
+from chatd.bench.gpu.parts import NoRoom, free_memory
 from chatd.engine.gpu_runner import GpuRunner
 from chatd.models.decoder import Decoder
 from chatd.models.loader import pack_decoder
@@ -63,10 +63,6 @@ LLAMA_31_8B: RawConfig = {
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _DEVIATION = 0.02
 _ROOM = 0.9  # of what is free, for the KV cache: steps allocate a little beside it
-
-
-class NoRoom(Exception):
-    """A device has too little memory for what was to be measured."""
 
 
 class _RandomTensors:

@@ -72,6 +72,10 @@ class NotHere(Exception):
     """A part cannot be measured on this machine, and why."""
 
 
+class NoRoom(NotHere):
+    """A device has too little memory for what was to be measured."""
+
+
 def run_parts(parts: Sequence[Part], bench: Bench, budget_s: float, clock: Callable[[], float]) -> Iterator[Outcome]:
     """Run the parts in order and yield what became of each; one that fails does not keep the others from running."""
     start = clock()

@@ -19,8 +19,8 @@ from chatd.bench.gpu import script, timing
 from chatd.bench.gpu.attention import Heads, decode_rows, layout_rows, prefill_rows
 from chatd.bench.gpu.checks import check_rows
 from chatd.bench.gpu.engine import host_rows, prefix_rows
-from chatd.bench.gpu.models import LLAMA_31_8B, QWEN3_8B, NoRoom, Rates, roofline_s
-from chatd.bench.gpu.parts import Bench, Part
+from chatd.bench.gpu.models import LLAMA_31_8B, QWEN3_8B, Rates, roofline_s
+from chatd.bench.gpu.parts import Bench, NoRoom, Part
 from chatd.bench.gpu.peer import peer_rows
 from chatd.bench.gpu.rates import copy_rows, measured_rates, product_rows
 from chatd.bench.gpu.sampling import KINDS, sampling_rows
@@ -128,3 +128,5 @@ def test_rates_that_no_part_has_measured_are_measured_where_they_are_needed(monk
 def test_a_model_that_does_not_fit_is_told_by_its_blocks() -> None:
     with pytest.raises(NoRoom, match=r"has room for \d+ blocks, 0 are wanted"):
         list(step_rows(Bench(InterpretedStream(1000), 1.0, 1.0), raw=QWEN3, **STEPS))
+    with pytest.raises(NoRoom, match=r"32.0 GiB are wanted, 1.0 GiB are free"):
+        list(layout_rows(Bench(InterpretedStream())))
