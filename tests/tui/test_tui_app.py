@@ -365,6 +365,28 @@ async def test_what_is_told_in_the_middle_of_an_answer_outlives_its_next_piece(
             await wait_until(lambda: status(app) == ANSWERING)
 
 
+async def test_keys_are_obeyed_while_the_daemon_is_away(make_app: MakeApp, wait_until) -> None:
+    async with ScriptedDaemon([Script(deltas=["a"])]) as daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=SIZE) as pilot:
+            await wait_until(connected(app))
+            await say(pilot, "hi")
+            await wait_until(lambda: bool(answers(app)) and status(app).kind == "idle")
+            session = next(iter(daemon.sessions))
+            await daemon.stop()
+            await wait_until(lambda: not connected(app)())
+            await pilot.press("ctrl+n")
+            await wait_until(lambda: bool(app.chat.query(Welcome)))
+            await pilot.press("f3")
+            await pilot.press("escape", *"hello")
+            assert app.chat.composer.text == "hello"
+            await app.open_session(session)
+            await daemon.start()
+            await wait_until(lambda: bool(answers(app)) and answers(app)[0].text == "a")
+            await say(pilot, "more")
+            await wait_until(lambda: len(answers(app)) == 2 and status(app).kind == "idle")
+
+
 async def test_a_wrong_key_is_said_with_what_helps(make_app: MakeApp, wait_until) -> None:
     async with ScriptedDaemon(key="right") as daemon:
         app = make_app(daemon, "wrong")

@@ -125,7 +125,10 @@ class DaemonLink:
     # What the person does.
 
     async def open(self, session: str | None, role: AttachRole = "writer") -> None:
-        """Show another session, or a new one that is created with its first message."""
+        """Show another session, or a new one that is created with its first message.
+
+        Waits for nothing of the daemon, which may be away: the keyboard stays alive.
+        """
         client = self._client
         left, self._session = self._session, session
         self._role = role
@@ -134,11 +137,10 @@ class DaemonLink:
         if client is None:
             return
         if left is not None and left != session:
-            with contextlib.suppress(ChatdError):
-                await client.detach(left)
+            self._start(f"leave {left}", self._leave(client, left))
         if session is not None:
             self._start("follow", self._follow(session))
-        await self.refresh_sessions()
+        self._start("list", self.refresh_sessions())
 
     def send(self, text: str) -> None:
         """Say something in the session on the screen."""
@@ -283,8 +285,16 @@ class DaemonLink:
         except ChatdError as error:
             self._post(Refused(error))
 
+    async def _leave(self, client: Client, session: str) -> None:
+        with contextlib.suppress(ChatdError):
+            await client.detach(session)
+
     async def _follow(self, session: str) -> None:
         assert self._client is not None
+        leaving = self._tasks.get(f"leave {session}")
+        if leaving is not None:
+            # It would end what begins here.
+            await asyncio.wait([leaving])
         try:
             async for event in self._client.follow(session, role=self._role):
                 if isinstance(event, SessionAttached):
