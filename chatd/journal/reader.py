@@ -17,7 +17,7 @@ from chatd.journal.directory import DATABASE, check_directory
 from chatd.journal.encoding import MessageRow, SessionRow, check, message_record, session_record, unpack_ids
 from chatd.journal.records import MessageRecord, SaveAnswer, SessionRecord, UsageRow
 from chatd.journal.schema import MIGRATIONS, check_version
-from chatd.journal.search import candidates, has_words, words_of
+from chatd.journal.search import MAX_INDEXED_CHARS, candidates, has_words, words_of
 from chatd.journal.storage_errors import DATABASE_ERRORS
 
 _logger = logging.getLogger("chatd.journal")
@@ -174,7 +174,8 @@ class JournalReader:
         """Return an owner's sessions with every word of the query in the title or in one message, the best first.
 
         Titles go before messages, and later ones before earlier ones. Of messages the latest are looked at, as many as
-        have `MAX_SEARCHED_CHARS` together: words that are too short for the index could be in any.
+        have `MAX_SEARCHED_CHARS` together: words that are too short for the index could be in any. Of each of them
+        the first `MAX_INDEXED_CHARS` count.
         """
         words = words_of(query)
         owner = self._db.execute("SELECT pk FROM owners WHERE tenant = ? AND user = ?", (tenant, user)).fetchone()
@@ -194,10 +195,11 @@ class JournalReader:
             row = self._db.execute("SELECT content FROM messages WHERE pk = ?", (rowid,)).fetchone()
             if row is None:
                 continue
-            num_left -= len(row[0]) + MESSAGE_CHARS
+            text = row[0][:MAX_INDEXED_CHARS]
+            num_left -= len(text) + MESSAGE_CHARS
             if num_left < 0:
                 break
-            if not has_words(row[0], words):
+            if not has_words(text, words):
                 continue
             for (session,) in self._db.execute(
                 "SELECT id FROM members JOIN sessions ON sessions.pk = session WHERE message = ? AND owner = ?"

@@ -13,6 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 MAX_WORDS = 16
+MAX_INDEXED_CHARS = 2**16
+"""Of each text so many are searched: entries of a large one take seconds, in which nobody's changes are written."""
+
 NUM_PARTS = 16
 """Tables that the index is made of, by owner: an erasure rewrites one of them."""
 
@@ -122,7 +125,7 @@ _STATEMENTS = tuple(map(_statements, range(NUM_PARTS)))
 
 def _indexed_text(owner: int, text: str) -> str:
     # SQLite's tokenizer ends at a zero character.
-    return f"{_owner_code(owner)} {text.casefold()}".replace("\0", " ")
+    return f"{_owner_code(owner)} {text[:MAX_INDEXED_CHARS].casefold()}".replace("\0", " ")
 
 
 def _owner_code(owner: int) -> str:

@@ -12,7 +12,7 @@ from chatd.journal.directory import DATABASE
 from chatd.journal.journal import Journal
 from chatd.journal.reader import JournalReader, connect_to_read
 from chatd.journal.records import RemoveMessages, SaveMessage, SaveSession
-from chatd.journal.search import NUM_PARTS, has_words, words_of
+from chatd.journal.search import MAX_INDEXED_CHARS, NUM_PARTS, has_words, words_of
 from chatd.journal.tables import Tables
 from chatd.testing.journal_records import make_answer, make_session, make_user_message
 
@@ -151,3 +151,14 @@ async def test_a_search_looks_at_no_more_than_so_many_characters(
     await journal.commit([SaveMessage("de", message) for message in (old, *later)])
     assert await journal.search("acme", "ann", "qq", 100) == []
     assert await journal.search("acme", "ann", "rr", 100) == ["de"]
+
+
+async def test_of_a_large_text_the_beginning_is_searched_and_all_of_it_can_be_taken_out(journal: Journal) -> None:
+    text = "early " + "x" * MAX_INDEXED_CHARS + " later"
+    await journal.commit([SaveMessage("de", make_user_message("large", text))])
+    assert await journal.search("acme", "ann", "early", 100) == ["de"]
+    assert await journal.search("acme", "ann", "later", 100) == []
+    assert (await journal.messages("de"))[-1].content == text
+    await journal.commit([RemoveMessages("de", ("large",))])
+    assert await journal.search("acme", "ann", "early", 100) == []
+    assert await journal.search("acme", "ann", "dampfschiff", 100) == ["de"]
