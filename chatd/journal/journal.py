@@ -23,7 +23,7 @@ import msgspec
 from chatd.errors import ConfigError, EnvironmentProblem, StorageError
 from chatd.journal.checkpoints import LOG_BYTES, Checkpointer
 from chatd.journal.directory import JournalDirectory
-from chatd.journal.reader import JournalReader, connect_to_read
+from chatd.journal.reader import JournalReader, connect_to_read, open_files
 from chatd.journal.records import (
     Change,
     Erased,
@@ -241,6 +241,7 @@ def _connect(database: Path) -> sqlite3.Connection:
     connection.execute("PRAGMA foreign_keys = ON")
     connection.execute("PRAGMA wal_autocheckpoint = 0")
     connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
+    open_files(connection)
     return connection
 
 

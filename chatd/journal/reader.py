@@ -46,7 +46,13 @@ def connect_to_read(file: Path) -> sqlite3.Connection:
     connection.text_factory = lambda data: data.decode("utf-8", "replace")
     connection.execute("PRAGMA query_only = 1")
     connection.execute("PRAGMA temp_store = MEMORY")
+    open_files(connection)
     return connection
+
+
+def open_files(connection: sqlite3.Connection) -> None:
+    """Have SQLite open its files now and not at the first use: what a daemon has open is the same all the time."""
+    connection.execute("SELECT 1 FROM sqlite_master").fetchone()
 
 
 def open_to_read(directory: Path) -> JournalReader:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from datetime import date
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from chatd.errors import ConfigError, StorageError
@@ -51,6 +52,16 @@ async def test_what_was_committed_is_there_after_reopening(journal: Journal) -> 
     assert await journal.messages("ses_1") == messages
     assert await journal.in_flight() == []
     await journal.close()
+
+
+async def test_no_use_opens_a_file_that_was_not_open_from_the_start(journal: Journal) -> None:
+    process = psutil.Process()
+    num_open = process.num_fds()
+    await journal.commit([SaveSession(make_session("s")), SaveMessage("s", make_user_message("m", "hello"))])
+    await journal.messages("s")
+    await journal.search("acme", "ada", "hello", 5)
+    checkpoints._checkpoint(journal._checkpointer._db)
+    assert process.num_fds() == num_open
 
 
 async def test_a_message_is_kept_as_it_was_when_it_was_committed(journal: Journal) -> None:

@@ -46,10 +46,9 @@ async def limit_pages(journal: Journal, num_pages: int | None) -> None:
 
 @pytest.fixture
 def writers_log(journal: Journal) -> int:
-    """Return the writer's descriptor of the log, which nobody else has opened yet."""
+    """Return the writer's descriptor of the log, which was opened last."""
     log = str(journal.directory / "journal.db-wal")
-    (descriptor,) = (int(fd) for fd in os.listdir("/proc/self/fd") if _target(fd) == log)
-    return descriptor
+    return max(int(fd) for fd in os.listdir("/proc/self/fd") if _target(fd) == log)
 
 
 def replace(descriptor: int, path: str | Path, flags: int) -> None:
