@@ -164,7 +164,11 @@ class EngineSettings(_Section):
 class SessionSettings(_Section):
     """Bounds of conversations."""
 
-    max_sessions_per_user: int = Field(1024, ge=1, description="Open sessions of one user.")
+    max_sessions_per_user: int = Field(
+        1024,
+        ge=1,
+        description="Open sessions of one user; closed ones do not count, nor archived ones that the journal keeps.",
+    )
     max_kept_sessions_per_user: int = Field(
         4096, ge=1, description="Sessions of one user in the journal, closed and archived ones too."
     )

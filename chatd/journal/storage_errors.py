@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from pathlib import Path
 
 from chatd.errors import DamagedRecord, StorageError
+
+_logger = logging.getLogger("chatd.journal")
 
 DATABASE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 """What reading may raise; the second where SQLite's message quotes something that is damaged."""
@@ -22,13 +25,14 @@ def primary_code(error: BaseException) -> int:
 
 
 def storage_error(error: BaseException, directory: Path) -> StorageError:
-    """Return what to show for an error of the journal's database."""
+    """Log an error of the journal's database, and return what to show: any tenant may see it, so it names no folder."""
+    _logger.error("the journal in %s cannot be used: %s", directory, error)
     code = primary_code(error)
     if code == sqlite3.SQLITE_FULL:
         return StorageError(
-            f"there is no room for the journal in {directory}; nothing was changed",
-            hint="make room on that disk, or shorten what is kept (journal.retention_days)",
+            "there is no room for the journal; nothing was changed",
+            hint="the operator makes room on its disk, or shortens what is kept (journal.retention_days)",
         )
     if code in _DAMAGED or isinstance(error, UnicodeDecodeError):
-        return DamagedRecord(f"the journal in {directory} is damaged: {error}")
-    return StorageError(f"the journal in {directory} cannot be written or read: {error}; nothing was changed")
+        return DamagedRecord("the journal is damaged, the daemon's log says more")
+    return StorageError("the journal cannot be written or read; nothing was changed")

@@ -146,13 +146,17 @@ class SessionStore:
         Raises:
             RateLimited: `too_many_sessions`.
         """
-        num_open = sum(not session.closed for session in self._by_owner.get(owner, {}).values())
+        # An archived one is bounded with all that are kept, where they are.
+        num_open = sum(
+            not session.closed and not (session.archived and self._recorder.is_kept)
+            for session in self._by_owner.get(owner, {}).values()
+        )
         num_open += self._num_opening[owner]
         if num_open >= self._limits.max_sessions_per_user:
             raise RateLimited(
                 f"{num_open} sessions are open, the limit is {self._limits.max_sessions_per_user}",
                 code="too_many_sessions",
-                hint="close or erase a session that is no longer needed",
+                hint="archive, close or erase a session that is no longer needed",
             )
 
     def check_text_room(
@@ -177,7 +181,7 @@ class SessionStore:
                 f"open sessions would have {held} bytes of text, the limit is {limit}"
                 " (sessions.max_text_bytes_per_user)",
                 code="too_much_text",
-                hint="close or erase a session that is no longer needed",
+                hint="archive, close or erase a session that is no longer needed",
             )
 
         if not self._recorder.is_kept:

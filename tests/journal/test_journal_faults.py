@@ -74,6 +74,7 @@ async def test_what_does_not_fit_is_refused_and_the_rest_of_its_group_is_kept(jo
     )
     assert [type(result) for result in results] == [type(None), StorageError, type(None), type(None)]
     assert "there is no room for the journal" in str(results[1])
+    assert str(journal.directory) not in str(results[1]), "a tenant sees this"
     assert await contents(journal) == ["m0", "m1", "m2"]
     await limit_pages(journal, None)
     await journal.commit([large])

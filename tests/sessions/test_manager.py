@@ -34,6 +34,7 @@ from chatd.protocol import (
     UserMessage,
 )
 from chatd.sessions.manager import Owner, Session, SessionLimits, SessionManager
+from chatd.testing.journal import MemoryJournal
 from chatd.testing.sessions import (
     ASSISTANT,
     END_OF_TEXT,
@@ -757,6 +758,17 @@ async def test_close_cancels_the_answer_in_progress_first() -> None:
     await asyncio.gather(manager.close(session, subscriber=connection), pump())
     assert kinds(connection.events)[-3:] == ["response.incomplete", "session.usage", "session.closed"]
     assert session.turn is None
+
+
+async def test_archiving_a_session_makes_room_where_it_is_kept() -> None:
+    manager = make_manager(
+        ScriptedEngine(replying("ok")), limits=SessionLimits(max_sessions_per_user=1), journal=MemoryJournal()
+    )
+    first, _ = await open_session(manager)
+    with pytest.raises(RateLimited):
+        await open_session(manager)
+    await manager.update(first, SessionUpdate(id="u", session=first.id, archived=True))
+    await open_session(manager)
 
 
 async def test_open_sessions_are_limited_and_closing_one_makes_room() -> None:
