@@ -8,7 +8,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from chatd import protocol
-from chatd.engine.messages import RequestClass
+from chatd.engine.messages import Cancel, RequestClass
 from chatd.protocol import (
     Error,
     ItemAdded,
@@ -170,6 +170,7 @@ async def test_a_cancelled_answer_keeps_what_there_is(start) -> None:
         running.engine.step(3)
         await talk.until(OutputTextDelta)
         await talk.send(ResponseCancel(session=session))
+        await eventually(lambda: any(isinstance(message, Cancel) for message in running.engine.sent))
         running.engine.held = False
         end = (await talk.until(ResponseIncomplete))[-1]
         assert end.reason == "cancelled"
