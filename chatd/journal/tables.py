@@ -81,10 +81,13 @@ class Tables:
 
     Attributes:
         has_erased: Something was erased whose remains may still be in free pages, the index and the log.
+        unused: Messages that only erased sessions had, to be deleted by whoever takes them; those of work that was
+            rolled back are among them, and `delete_unused` lets them be.
     """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.has_erased = False
+        self.unused: list[int] = []
         self._db = connection
         # Number, and length of the answer so far, of answers in flight that tokens were written of.
         self._in_flight: dict[str, tuple[int, int]] = {}
@@ -146,7 +149,7 @@ class Tables:
         self._in_flight[message] = (pk, start + len(ids))
 
     def erase(self, session: str) -> Erased:
-        """Remove a session, the messages that no other one has, and the kept answers that tell of it."""
+        """Remove a session and the kept answers that tell of it, and leave the messages that no other one has."""
         row = self._db.execute(
             "SELECT sessions.pk, owner, title, tenant, user FROM sessions JOIN owners ON owners.pk = owner"
             " WHERE id = ?",
@@ -157,7 +160,7 @@ class Tables:
         pk, owner, title, tenant, user = row
         members = [m for (m,) in self._db.execute("SELECT message FROM members WHERE session = ?", (pk,))]
         self._db.execute("DELETE FROM members WHERE session = ?", (pk,))
-        removed = self._forget_unused(members)
+        removed = self._leave_unused(members)
         self._db.execute("DELETE FROM sessions WHERE pk = ?", (pk,))
         change_index(self._db, -pk, owner, title, "")
         self._db.execute(
@@ -275,32 +278,39 @@ class Tables:
 
     def _remove(self, session: str, messages: Sequence[str]) -> None:
         session_pk, _ = self._session(session)
-        removed = []
         for message in messages:
             row = self._db.execute("SELECT pk FROM messages WHERE id = ?", (message,)).fetchone()
             if row is not None:
-                removed.append(row[0])
                 self._db.execute("DELETE FROM members WHERE message = ? AND session = ?", (row[0], session_pk))
-        self._forget_unused(removed)
+                self.delete_unused(row[0])
 
-    def _forget_unused(self, messages: Iterable[int]) -> _Removed:
-        """Delete those messages that no session has."""
+    def delete_unused(self, pk: int) -> int:
+        """Delete a message if no session has it; return about how much was written for that."""
+        if self._db.execute("SELECT 1 FROM members WHERE message = ?", (pk,)).fetchone() is not None:
+            return 0
+        row = self._db.execute("SELECT id, owner, content FROM messages WHERE pk = ?", (pk,)).fetchone()
+        if row is None:
+            return 0
+        message, owner, content = row
+        self._db.execute("DELETE FROM tokens_in_flight WHERE message = ?", (pk,))
+        self._db.execute("DELETE FROM messages WHERE pk = ?", (pk,))
+        change_index(self._db, pk, owner, content, "")
+        self._in_flight.pop(message, None)
+        return len(content)
+
+    def _leave_unused(self, messages: Iterable[int]) -> _Removed:
+        """Leave those messages that no session has to be deleted in parts: a long conversation takes seconds."""
         removed = _Removed()
         for pk in messages:
             if self._db.execute("SELECT 1 FROM members WHERE message = ?", (pk,)).fetchone() is not None:
                 removed.shared_messages += 1
                 continue
-            row = self._db.execute(
-                "SELECT id, owner, content, prompt_ids, ids FROM messages WHERE pk = ?", (pk,)
-            ).fetchone()
+            row = self._db.execute("SELECT content, prompt_ids, ids FROM messages WHERE pk = ?", (pk,)).fetchone()
             if row is None:
                 continue
-            message, owner, content, *ids = row
+            content, *ids = row
             ids += [data for (data,) in self._db.execute("SELECT ids FROM tokens_in_flight WHERE message = ?", (pk,))]
-            self._db.execute("DELETE FROM tokens_in_flight WHERE message = ?", (pk,))
-            self._db.execute("DELETE FROM messages WHERE pk = ?", (pk,))
-            change_index(self._db, pk, owner, content, "")
-            self._in_flight.pop(message, None)
+            self.unused.append(pk)
             removed.messages += 1
             removed.tokens += sum(map(_num_ids, ids))
             removed.num_bytes += len(content.encode()) + sum(map(len, ids))

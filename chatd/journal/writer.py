@@ -182,7 +182,7 @@ class JournalWriter:
     def _use(self, connection: sqlite3.Connection) -> None:
         self._db = connection
         self._tables = Tables(connection)
-        self._scrubber = Scrubber(connection)
+        self._scrubber = Scrubber(connection, self._tables)
         self._synchronous: Synchronous | None = None
         self._has_failed = False
 
@@ -250,7 +250,8 @@ class JournalWriter:
         if erased:
             self._scrub_since = time.monotonic()
             try:
-                self._scrubber.begin()
+                unused, self._tables.unused = self._tables.unused, []
+                self._scrubber.begin(unused)
             except sqlite3.Error as failure:
                 _logger.error("what was erased is not yet out of the files: %s", failure)
                 self._has_failed = True
@@ -262,7 +263,6 @@ class JournalWriter:
         """Note that a transaction failed with what it was for."""
         if error is None:
             return
-        _logger.error("%s", error)
         if isinstance(item, _Job):
             item.error = item.error or error
         else:

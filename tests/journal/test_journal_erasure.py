@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from chatd.journal import scrubber
 from chatd.journal.directory import DATABASE
 from chatd.journal.journal import Journal
 from chatd.journal.reader import connect_to_read
 from chatd.journal.records import EraseSession, SaveAnswer, SaveMessage, SaveSession
+from chatd.journal.scrubber import Scrubber
 from chatd.journal.tables import Tables
 from chatd.testing.journal_records import make_answer, make_session, make_user_message
 
@@ -117,6 +119,37 @@ async def test_an_erasure_goes_on_where_a_crash_came_before_its_end(tmp_path: Pa
         while files_with(after, *secret_needles()):
             await journal.flush()
     await journal.close()
+
+
+async def test_a_long_conversation_is_erased_in_parts_between_which_others_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrubber, "_PART_MESSAGES", 5)
+    journal = Journal.open(tmp_path / "journal")
+    await fill(journal, 1, 8)
+    await journal.close()
+    connection = sqlite3.connect(journal.directory / DATABASE, isolation_level=None)
+    tables = Tables(connection)
+
+    def num_messages() -> int:
+        (number,) = connection.execute("SELECT count(*) FROM messages").fetchone()
+        return int(number)
+
+    assert num_messages() == 33
+    connection.execute("BEGIN")
+    assert tables.erase("secret").messages == 17
+    connection.execute("COMMIT")
+    parts = Scrubber(connection, Tables(connection))  # As after a crash: it finds what there is to delete.
+    assert num_messages() == 33
+    for left in (28, 23, 18, 16):
+        assert not parts.is_done
+        parts.do_part()
+        assert num_messages() == left
+        assert not connection.in_transaction
+    while not parts.is_done:
+        parts.do_part()
+    assert num_messages() == 16
+    connection.close()
 
 
 async def test_a_reader_of_an_older_state_holds_up_an_erasure_and_no_commit(tmp_path: Path) -> None:
