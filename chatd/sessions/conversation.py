@@ -23,12 +23,12 @@ from hashlib import blake2b
 from sys import getsizeof
 
 from chatd.engine.sampling import SamplingParams
+from chatd.journal.records import ID_TYPE
 from chatd.protocol import Item, ItemStatus, Message, Role, Siblings, Timings, Usage
 from chatd.sessions.events import Subscriber
 
 __all__ = ["Conversation", "Node", "Owner", "Subscriber"]
 
-ID_TYPE = "I"
 MESSAGE_OVERHEAD_BYTES = 1024
 """What a message takes beside its text and ids, about: its objects, its event, its place in the tree."""
 BIAS_BYTES = 128
@@ -413,7 +413,7 @@ def common_length(a: Node | None, b: Node | None) -> int:
         return 0
     if a.log_start is b.log_start:
         return common.num_tokens
-    return _num_equal(log_of(a), log_of(b))
+    return num_equal_ids(log_of(a), log_of(b))
 
 
 def common_prefix(a: Node | None, answer: Node) -> int:
@@ -424,17 +424,17 @@ def common_prefix(a: Node | None, answer: Node) -> int:
     computed for its logits.
     """
     if a is None or a.log_start is not answer.log_start:
-        return 0 if a is None else min(_num_equal(log_of(a), log_of(answer)), answer.num_tokens - 1)
+        return 0 if a is None else min(num_equal_ids(log_of(a), log_of(answer)), answer.num_tokens - 1)
     common = common_node(a, answer.parent)
     length = 0 if common is None else common.num_tokens
     old, new = _first_answer_after(common, a), _first_answer_after(common, answer)
     if old is None or new is None:
         return length
-    num_equal = _num_equal(old.prompt_ids + old.ids, new.prompt_ids + new.ids)
+    num_equal = num_equal_ids(old.prompt_ids + old.ids, new.prompt_ids + new.ids)
     return min(length + num_equal, answer.num_tokens - 1)
 
 
-def _num_equal(a: Sequence[int], b: Sequence[int]) -> int:
+def num_equal_ids(a: Sequence[int], b: Sequence[int]) -> int:
     """Return how many ids two sequences begin with alike."""
     length = min(len(a), len(b))
     return next((i for i in range(length) if a[i] != b[i]), length)

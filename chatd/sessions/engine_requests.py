@@ -34,7 +34,7 @@ from chatd.engine.messages import (
 from chatd.engine.plan import RequestId
 from chatd.engine.sampling import SamplingParams
 from chatd.errors import Unavailable
-from chatd.sessions.conversation import Node, common_length, common_prefix, log_between, log_of
+from chatd.sessions.conversation import Node, common_length, common_prefix, log_between, log_of, num_equal_ids
 from chatd.sessions.ports import EngineGateway
 from chatd.sessions.session import Lease, Session
 from chatd.sessions.turn import Turn
@@ -181,7 +181,7 @@ class EngineRequests:
         base_len = min(common_length(lease.node, node), lease.num_tokens)
         log = [*log_between(node, base_len), *ids]
         if base_len == lease.num_tokens == length:
-            num_equal = _num_equal(lease.draft_ids, log)
+            num_equal = num_equal_ids(lease.draft_ids, log)
             base_len, log = base_len + num_equal, log[num_equal:]
         if lease.draft_ids and base_len < lease.num_tokens + len(lease.draft_ids):
             self.tell(Trim(lease.id, base_len, forget=True))
@@ -219,7 +219,7 @@ class EngineRequests:
             return base_len
         end = lease.num_tokens + len(lease.draft_ids)
         if base_len == lease.num_tokens:
-            num_equal = _num_equal(lease.draft_ids, log_between(answer, base_len))
+            num_equal = num_equal_ids(lease.draft_ids, log_between(answer, base_len))
             base_len = min(base_len + num_equal, answer.num_tokens - 1)
         if base_len < end:
             self.tell(Trim(lease.id, base_len, forget=True))
@@ -440,9 +440,3 @@ def _renew(lease: Lease, epoch: int) -> None:
     """Note that an engine has nothing of a lease."""
     lease.epoch, lease.node, lease.num_tokens, lease.fork_of, lease.ahead = epoch, None, 0, None, None
     lease.draft_ids = []
-
-
-def _num_equal(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many ids two sequences begin with alike."""
-    length = min(len(a), len(b))
-    return next((i for i in range(length) if a[i] != b[i]), length)

@@ -17,9 +17,17 @@ import msgspec
 
 from chatd.engine.messages import Done, FinishReason
 from chatd.errors import ChatdError, EngineError, StorageError
-from chatd.journal.records import Change, CountUsage, MessageRecord, RemoveMessages, SaveMessage, SaveSession
+from chatd.journal.records import (
+    ID_TYPE,
+    Change,
+    CountUsage,
+    MessageRecord,
+    RemoveMessages,
+    SaveMessage,
+    SaveSession,
+)
 from chatd.protocol import ItemStatus, Timings, Usage
-from chatd.sessions.conversation import ID_TYPE, Node, Owner
+from chatd.sessions.conversation import Node, Owner
 from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.model_profile import ModelProfile
 from chatd.sessions.ports import ChatEncoder
