@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from chatd.engine.messages import Done, FinishReason
-from chatd.errors import ChatdError, Conflict, PermissionDenied
+from chatd.errors import ChatdError, Conflict
 from chatd.protocol import PrefillState
 from chatd.sessions.context_policy import ContextMaker
 from chatd.sessions.engine_requests import EngineRequests
@@ -96,10 +96,8 @@ class Drafts:
             PermissionDenied: `observer`.
             Conflict: `not_attached`: drafts go with the connection that types.
         """
-        role = session.role_of(subscriber)
-        if role == "observer":
-            raise PermissionDenied("this connection is attached as an observer", code="observer")
-        if role is None:
+        session.check_writer(subscriber)
+        if session.role_of(subscriber) is None:
             raise Conflict(
                 f"this connection is not attached to session {session.id}",
                 code="not_attached",

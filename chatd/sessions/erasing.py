@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from chatd.errors import DamagedRecord, PermissionDenied, StorageError
+from chatd.errors import DamagedRecord, StorageError
 from chatd.journal.records import Erased
 from chatd.protocol import EraseReceipt, SessionErased
 from chatd.sessions.attachments import Attachments
@@ -61,8 +61,7 @@ class Eraser:
         self, session: Session, re: str | None, subscriber: Subscriber | None, receipt: Receipt | None
     ) -> SessionErased:
         """Remove a session; see `SessionManager.erase`."""
-        if subscriber is not None and session.role_of(subscriber) == "observer":
-            raise PermissionDenied("this connection is attached as an observer", code="observer")
+        session.check_writer(subscriber)
         while True:
             while (turn := session.turn) is not None:
                 self._runner.cancel(turn)

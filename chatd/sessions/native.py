@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from chatd.engine.messages import Forked, RequestClass, Tier
-from chatd.errors import Conflict, InvalidRequest, PermissionDenied
+from chatd.errors import Conflict, InvalidRequest
 from chatd.journal.records import (
     Change,
     MessageRecord,
@@ -146,7 +146,7 @@ class NativeDoor:
 
     async def update(self, session: Session, command: SessionUpdate, re: str | None, asked: Asked) -> None:
         """Change what the command names; see `SessionManager.update`."""
-        _check_writer(session, asked.subscriber)
+        session.check_writer(asked.subscriber)
         async with self._changing(session):
             if command.system is not None:
                 check_free(session)
@@ -166,7 +166,7 @@ class NativeDoor:
 
     async def close(self, session: Session, command_id: str | None, asked: Asked) -> None:
         """Release a session's KV and keep its text; see `SessionManager.close`."""
-        _check_writer(session, asked.subscriber)
+        session.check_writer(asked.subscriber)
         is_closed = False
         while not is_closed:
             while (turn := session.turn) is not None:
@@ -187,7 +187,7 @@ class NativeDoor:
 
     async def fork(self, session: Session, command: SessionFork, asked: Asked) -> tuple[Session, Forked]:
         """Open a session with the first messages of another one; see `SessionManager.fork`."""
-        _check_writer(session, asked.subscriber)
+        session.check_writer(asked.subscriber)
         owner = session.owner
         async with self._changing(session):
             source = session.conversation
@@ -241,7 +241,7 @@ class NativeDoor:
 
     async def user_message(self, session: Session, command: UserMessage, asked: Asked) -> None:
         """Add a message and start its answer; see `SessionManager.user_message`."""
-        _check_writer(session, asked.subscriber)
+        session.check_writer(asked.subscriber)
         check_free(session)
         async with self._changing(session):
             head = session.conversation.head
@@ -250,7 +250,7 @@ class NativeDoor:
 
     async def edit(self, session: Session, command: MessageEdit, asked: Asked) -> None:
         """Put a message beside another one; see `SessionManager.edit`."""
-        _check_writer(session, asked.subscriber)
+        session.check_writer(asked.subscriber)
         check_free(session)
         async with self._changing(session):
             node = self._item(session, command.item, "item")
@@ -326,7 +326,7 @@ class NativeDoor:
 
     async def regenerate(self, session: Session, command: ResponseRegenerate, asked: Asked) -> None:
         """Start another answer to what was answered; see `SessionManager.regenerate`."""
-        _check_writer(session, asked.subscriber)
+        session.check_writer(asked.subscriber)
         check_free(session)
         async with self._changing(session):
             check_free(session)
@@ -344,7 +344,7 @@ class NativeDoor:
 
     async def go_on(self, session: Session, command: ResponseContinue, asked: Asked) -> None:
         """Go on from an answer that was cut short; see `SessionManager.go_on`."""
-        _check_writer(session, asked.subscriber)
+        session.check_writer(asked.subscriber)
         check_free(session)
         async with self._changing(session):
             check_free(session)
@@ -426,7 +426,7 @@ class NativeDoor:
 
     async def select_branch(self, session: Session, command: BranchSelect, asked: Asked) -> None:
         """Make a message the head; see `SessionManager.select_branch`."""
-        _check_writer(session, asked.subscriber)
+        session.check_writer(asked.subscriber)
         check_free(session)
         async with self._changing(session):
             check_free(session)
@@ -445,7 +445,7 @@ class NativeDoor:
 
     def cancel(self, session: Session, subscriber: Subscriber | None) -> None:
         """End the answer in progress; see `SessionManager.cancel`."""
-        _check_writer(session, subscriber)
+        session.check_writer(subscriber)
         if session.turn is None:
             raise Conflict(f"session {session.id} has no answer in progress", code="not_responding")
         self._runner.cancel(session.turn)
@@ -534,8 +534,3 @@ class NativeDoor:
     def _check_params(self, params: Params) -> None:
         """Refuse parameters that no prompt could use."""
         self._runner.model.resolve(params, 0)
-
-
-def _check_writer(session: Session, subscriber: Subscriber | None) -> None:
-    if subscriber is not None and session.role_of(subscriber) == "observer":
-        raise PermissionDenied("this connection is attached as an observer", code="observer")

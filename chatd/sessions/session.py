@@ -16,7 +16,7 @@ import msgspec
 
 from chatd.engine.messages import LeaseId, Tier
 from chatd.engine.plan import RequestId
-from chatd.errors import NotFound
+from chatd.errors import NotFound, PermissionDenied
 from chatd.journal.records import MessageRecord, SessionRecord
 from chatd.protocol import (
     AttachRole,
@@ -158,6 +158,15 @@ class Session:
         """
         if self.is_erased:
             raise unknown_session(self.id)
+
+    def check_writer(self, subscriber: Subscriber | None) -> None:
+        """Refuse what only a writer may do.
+
+        Raises:
+            PermissionDenied: The connection is attached as an observer.
+        """
+        if subscriber is not None and self.role_of(subscriber) == "observer":
+            raise PermissionDenied("this connection is attached as an observer", code="observer")
 
     # What is in memory of it.
 
