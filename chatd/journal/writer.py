@@ -18,7 +18,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,8 +95,7 @@ class JournalWriter:
         checkpointer: Told about how many bytes of log were written.
 
     Attributes:
-        num_commits: Jobs that were done since the start.
-        num_transactions: In which these were.
+        num_transactions: That were committed since the start.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class JournalWriter:
         directory: Path,
         checkpointer: Checkpointer,
     ) -> None:
-        self.num_commits = self.num_transactions = 0
+        self.num_transactions = 0
         self._connect = connect
         self._directory = directory
         self._checkpointer = checkpointer
@@ -245,7 +244,6 @@ class JournalWriter:
                 self._fail(item, self._transaction([item]))
         else:
             self._fail(group[0], error)
-        self.num_commits += len(jobs)
         erased = [job for job in jobs if job.has_erased and job.error is None]
         if erased:
             self._scrub_since = time.monotonic()
@@ -379,7 +377,7 @@ class JournalWriter:
             self._finish(self._to_scrub)
             self._to_scrub = []
 
-    def _finish(self, jobs: Any) -> None:
+    def _finish(self, jobs: Iterable[_Job]) -> None:
         """Tell who waits, with one call for all of them."""
         by_loop: dict[asyncio.AbstractEventLoop, list[_Job]] = {}
         for job in jobs:

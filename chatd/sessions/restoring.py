@@ -61,11 +61,6 @@ class Restorer:
         self._waiting: list[Turn] = []
         self._retry: asyncio.TimerHandle | None = None
 
-    @property
-    def num_waiting(self) -> int:
-        """Turns that wait for an engine."""
-        return len(self._waiting)
-
     def interrupt(self, turn: Turn, reason: str) -> None:
         """Have a turn whose engine died wait for the next one; one that was in too many deaths fails."""
         assert turn.text is not None, "a turn without an answer is in flight"
