@@ -18,6 +18,9 @@ from chatd.protocol import ContextPolicy, ItemStatus, Params, Role, Timings, Usa
 ID_TYPE = "I"
 """Of the arrays of token ids."""
 
+ANSWER_TTL_S = 86400.0
+"""How long the answer to a command is kept for a client that sends it again."""
+
 if TYPE_CHECKING:
     IdArray = array[int]
 else:
@@ -160,7 +163,7 @@ class SaveAnswer(msgspec.Struct, frozen=True):
         command: Its id.
         body: SHA-256 of the command.
         event: The answer's frame, JSON.
-        at: Unix seconds; old answers are dropped.
+        at: Unix seconds; after `ANSWER_TTL_S` it is dropped.
     """
 
     tenant: str

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from chatd.errors import StorageError
 from chatd.journal.encoding import answer_checksum, checksum, message_row, pack_ids, session_row, unpack_ids
 from chatd.journal.records import (
+    ANSWER_TTL_S,
     Change,
     CountUsage,
     Erased,
@@ -24,7 +25,6 @@ from chatd.journal.records import (
 )
 from chatd.journal.search import change_index, part_of
 
-ANSWER_TTL_S = 86400.0
 MAX_ANSWERS_PER_USER = 1024
 MAX_ANSWER_BYTES_PER_USER = 4 * 2**20
 """As much of a user's answers is kept, and in any case the last one; up to a fourth more until it is counted again."""

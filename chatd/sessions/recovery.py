@@ -9,7 +9,15 @@ from dataclasses import dataclass
 import msgspec
 
 from chatd.errors import DamagedRecord, StorageError
-from chatd.journal.records import Change, MessageRecord, RemoveMessages, SaveAnswer, SaveSession, SessionRecord
+from chatd.journal.records import (
+    ANSWER_TTL_S,
+    Change,
+    MessageRecord,
+    RemoveMessages,
+    SaveAnswer,
+    SaveSession,
+    SessionRecord,
+)
 from chatd.sessions.ports import Journal
 from chatd.sessions.recorder import Recorder
 from chatd.sessions.session import Session
@@ -17,9 +25,6 @@ from chatd.sessions.store import SessionStore
 from chatd.sessions.stored import are_ids_below
 from chatd.sessions.turn import Turn
 from chatd.sessions.turns import TurnRunner
-
-ANSWERS_KEPT_S = 24 * 3600.0
-"""How long the answer to a command is kept for a client that sends it again."""
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +84,7 @@ class Recovery:
                 turns.append(turn)
         if self._runner.is_ready:
             self._runner.restorer.resume()
-        answers = await self._journal.answers(self._clock() - ANSWERS_KEPT_S)
+        answers = await self._journal.answers(self._clock() - ANSWER_TTL_S)
         return Restored(len(sessions), turns, answers)
 
     async def _try_to_go_on(self, session: Session, message_ids: Sequence[str]) -> Turn | None:
