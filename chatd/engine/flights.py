@@ -12,7 +12,7 @@ nothing is in flight. Knows drafts and block tables; who runs plans is `pipeline
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from chatd.engine.block_moves import PlannedStores
 from chatd.engine.cost_model import num_pairs
@@ -30,18 +30,20 @@ class Flight:
         plan: As the runner got it.
         drafts: What each request has in it.
         stores: What it copies down.
+        num_rows: Of its drafts, those that are void by now too: they are computed all the same.
+        num_pairs: (row, key) pairs of their attention.
     """
 
     plan: Plan
     drafts: dict[RequestId, Draft]
     stores: PlannedStores
+    num_rows: int = field(init=False)
+    num_pairs: int = field(init=False)
 
-    def rows_and_pairs(self) -> tuple[int, int]:
-        """Return the rows of the plan, and the (row, key) pairs of their attention."""
-        drafts = self.drafts.values()
-        return sum(draft.num_tokens for draft in drafts), sum(
-            num_pairs(draft.start, draft.num_tokens) for draft in drafts
-        )
+    def __post_init__(self) -> None:
+        """Count once what is asked for at each plan, and at commit."""
+        self.num_rows = self.plan.num_tokens
+        self.num_pairs = sum(num_pairs(draft.start, draft.num_tokens) for draft in self.drafts.values())
 
 
 class Flights:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from chatd.engine.beams import BeamGroup
-from chatd.engine.cost_model import num_pairs
 from chatd.engine.draft import Decision, Draft, build_plan
 from chatd.engine.engine_config import EngineConfig
 from chatd.engine.fairness import OUTPUT_TOKEN_COST
@@ -108,6 +107,7 @@ class Scheduler:
 
     def finish(self, request: Request, length: int, now: float) -> None:
         """End a request where the front found the end of its answer; the lease keeps `length` tokens."""
+        # First what is planned for it: that goes on behind the cut.
         self.flights.void(request)
         self.leases.trim(request.lease, max(length, request.num_prompt_tokens))
         self.roster.end(request, FinishReason.STOP_STRING, now)
@@ -173,17 +173,14 @@ class Scheduler:
         ended: list[tuple[Request, FinishReason, str]] = []
         complete: list[BeamGroup] = []
         sampled, failed, can_lead = output.sampled, output.failed, self.joins.has_leaders
-        rows = pairs = 0
         for draft in drafts:
-            request, num_tokens = draft.request, draft.num_tokens
-            rows += num_tokens
-            pairs += num_pairs(draft.start, num_tokens)
             if draft.is_void:
                 self.leases.note_offer()
                 continue
+            request = draft.request
             request_id, lease = request.request_id, request.lease
             ids = lease.token_ids
-            end = draft.start + num_tokens
+            end = draft.start + draft.num_tokens
             token_id = candidates = None
             draws = end == len(ids) and not request.compute_only
             if draws:
@@ -225,7 +222,7 @@ class Scheduler:
                 self._advance(group, now)
         self._last_step_s = output.model_s
         self.rows.succeed()
-        if rows and self.cost.observe(rows, pairs, output.model_s):
+        if flight.num_rows and self.cost.observe(flight.num_rows, flight.num_pairs, output.model_s):
             parameters = self.cost.parameters
             self.roster.note("cost", None, parameters.fixed_s, parameters.per_row_s, parameters.per_pair_s)
 
@@ -265,7 +262,8 @@ class Scheduler:
 
     def _tell_expected(self) -> None:
         if self.on_planned is not None:
-            self.on_planned(sum(self.cost.parameters.step_s(*flight.rows_and_pairs()) for flight in self.flights))
+            step_s = self.cost.parameters.step_s
+            self.on_planned(sum(step_s(flight.num_rows, flight.num_pairs) for flight in self.flights))
 
     def _commit_prompt(self, draft: Draft, end: int) -> None:
         """Count what was loaded of a prompt, and what was computed of it."""
