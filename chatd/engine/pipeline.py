@@ -79,7 +79,7 @@ class Pipeline:
         self._launched: deque[_Launched] = deque()
         self._ended_at = -1.0
         # Groups of requests whose common step failed, to be tried apart; the last one is next.
-        self._suspects: list[list[RequestId]] = []
+        self._apart: list[list[RequestId]] = []
         # How often the single row of a request was too large, while steps are kept small.
         self._lone_failures: Counter[RequestId] = Counter()
 
@@ -90,7 +90,7 @@ class Pipeline:
 
     def step(self, now: float) -> None:
         """Commit one step, if there is one to plan; with two in flight the next one is launched before."""
-        if self._launch is None or self._suspects:
+        if self._launch is None or self._apart:
             if self._launched:
                 self._collect(now)
             else:
@@ -134,10 +134,10 @@ class Pipeline:
     def _run_alone(self, now: float) -> None:
         started = self._clock()
         plan = None
-        while self._suspects and plan is None:
-            plan = self._scheduler.plan(now, self._suspects[-1])
+        while self._apart and plan is None:
+            plan = self._scheduler.plan(now, self._apart[-1])
             if plan is None:
-                self._suspects.pop()  # They have ended, or were preempted.
+                self._apart.pop()  # They have ended, or were preempted.
         if plan is None:
             plan = self._scheduler.plan(now)
         if plan is None:
@@ -148,11 +148,11 @@ class Pipeline:
             raise
         except Exception as error:
             self._scheduler.discard(plan)
-            self._recover(plan, error, now, is_retry=bool(self._suspects))
+            self._recover(plan, error, now, is_retry=bool(self._apart))
         else:
             self._commit(plan, output, now, started)
-            if self._suspects:
-                self._suspects.pop()
+            if self._apart:
+                self._apart.pop()
 
     def _fill(self, launch: Callable[[Plan], StepInFlight], now: float) -> None:
         """Launch as many steps as may be in flight, so that the device finds one when it is done with another."""
@@ -200,7 +200,7 @@ class Pipeline:
     # A step that failed.
 
     def _recover(self, plan: Plan, error: Exception, now: float, *, is_retry: bool = False) -> None:
-        """Decide how the requests of a discarded step are tried again; `is_retry`: they were the last suspects."""
+        """Decide how the requests of a discarded step are tried again; `is_retry`: they were tried apart."""
         self._reporter.count_failed_step()
         if not plan.chunks or not isinstance(error, StepTooLarge | MemoryError):
             self._isolate(plan, error, now, is_retry=is_retry)
@@ -220,14 +220,14 @@ class Pipeline:
         """Halve the requests of a failed step until the culprit fails alone, and that not for the first time."""
         planned = [chunk.request_id for chunk in plan.chunks]
         if is_retry:
-            self._suspects.pop()
+            self._apart.pop()
         if not planned:
             # It only moved blocks. What it loaded is forgotten, and what it stored is not tried again.
             _log.warning("step %d failed with nothing to compute", plan.step, exc_info=error)
             return
         if len(planned) > 1 or not is_retry:
             middle = len(planned) // 2
-            self._suspects += [group for group in (planned[middle:], planned[:middle]) if group]
+            self._apart += [group for group in (planned[middle:], planned[:middle]) if group]
             _log.warning("step %d failed with %d requests, retrying apart", plan.step, len(planned), exc_info=error)
             return
         self._fail(plan, error, now)

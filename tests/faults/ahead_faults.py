@@ -145,7 +145,7 @@ AHEAD_FAULTS = (
         "a request fails for the first error that its step has",
         PIPELINE,
         "            self._isolate(plan, error, now, is_retry=is_retry)\n",
-        "            self._isolate(plan, error, now, is_retry=bool(self._suspects))\n",
+        "            self._isolate(plan, error, now, is_retry=bool(self._apart))\n",
         TEST_AHEAD + "a_step_that_fails_after_the_launch_behind_it_failed_is_tried_again_as_any",
     ),
     fault(
