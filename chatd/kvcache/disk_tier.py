@@ -121,10 +121,9 @@ class DiskTier:
         self._writing: _Job | None = None
         self._reading: _Job | None = None
         self._is_writer_busy = True
-        self._is_scanned = False  # only the writer knows
+        self._is_scanned = False  # so it is known what the directory holds
         self._results: deque[DiskResult] = deque()
         self._closes_at: float | None = None
-        self._is_known = False  # what the directory holds
         self._is_unwanted_as_found = False  # so everything that is found is removed
 
         self._threads = [
@@ -196,7 +195,7 @@ class DiskTier:
                     job.is_forgotten = True
             self._drop(digest)
             is_written = self._writing is not None and self._writing.digest == digest
-            if is_written or not self._is_known:
+            if is_written or not self._is_scanned:
                 self._unwanted[digest] = None
                 self._for_writer.notify()
 
@@ -210,7 +209,7 @@ class DiskTier:
                 self._drop(digest)
             if self._writing is not None:
                 self._unwanted[self._writing.digest] = None
-            self._is_unwanted_as_found = not self._is_known
+            self._is_unwanted_as_found = not self._is_scanned
 
     def poll(self) -> list[DiskResult]:
         """Return the results that there are, oldest first."""
@@ -272,9 +271,8 @@ class DiskTier:
     def _scan(self) -> None:
         """Take in what is there; until that has worked nothing is written, since nobody knows how much room is left."""
         found = self._directory.scan(file_bytes(self._block_bytes))
-        self._is_scanned = True
         with self._lock:
-            self._is_known = True
+            self._is_scanned = True
             if self._is_unwanted_as_found:
                 self._unwanted.update(dict.fromkeys(found))
             self._stored.update(dict.fromkeys(digest for digest in found if digest not in self._unwanted))
