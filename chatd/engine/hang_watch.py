@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from chatd.engine.engine_process import EngineProcess
 from chatd.engine.messages import Ping, encode
 
-_TICKS = 5
+_TICKS = 5  # that `quiet_s` is divided into
+# A step stalls, hangs, and hangs although it uses the CPU, after so many times what it should take at least.
 _STALL_FACTOR = 3.0
 _QUIET_FACTOR = 5.0
 _BUSY_FACTOR = 20.0

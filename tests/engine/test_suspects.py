@@ -7,8 +7,6 @@ import pytest
 from chatd.engine.messages import Cancel, FinishReason
 from chatd.testing.engine import EngineHarness, engine_config, sampling_params
 
-PROMPT = list(range(10, 23))
-
 
 class Seen(EngineHarness):
     """A harness that keeps who was in each step."""
