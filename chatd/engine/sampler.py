@@ -106,7 +106,7 @@ class Sampler:
         """Draw one token for each row.
 
         Args:
-            logits: `[len(specs), vocab_size]`, float32, on any device; not changed.
+            logits: `[len(specs), vocab_size]`, float32, on the CPU; not changed.
             specs: Whose each row is, and how it is drawn.
         """
         assert logits.shape[0] == len(specs), f"{logits.shape[0]} rows of logits for {len(specs)} samples"
@@ -134,7 +134,7 @@ class Sampler:
             elif spec.num_candidates:
                 result.candidates[request_id] = beam_candidates(logits[i], spec)
             elif not plain[i]:
-                row = logits[i].cpu().numpy()
+                row = logits[i].numpy()
                 token = self._sample_row(row, request_id, spec, float(numbers.get(i, 0.0)))
                 result.tokens[request_id] = token
                 if spec.params.logprobs is not None:
@@ -187,11 +187,11 @@ def beam_candidates(row: torch.Tensor, spec: SampleSpec) -> list[tuple[int, floa
     processors: bias, repetition penalty, stop ids that `min_tokens` forbids.
 
     Args:
-        row: `[vocab_size]`, float32, on any device.
+        row: `[vocab_size]`, float32, on the CPU.
         spec: Of the beam; its history is looked at anew, since the next beam under this name may be another's child.
     """
     params = spec.params
-    scores = torch.log_softmax(row, dim=-1).cpu().numpy()
+    scores = torch.log_softmax(row, dim=-1).numpy()
     if params.logit_bias:
         ids, biases = zip(*params.logit_bias, strict=True)
         np.add.at(scores, np.array(ids, dtype=np.int64), np.array(biases, dtype=np.float32))
@@ -328,17 +328,11 @@ def _place_of(weights: FloatRow, number: float) -> int:
 
 
 def _finite_rows(logits: torch.Tensor) -> list[bool]:
-    if logits.device.type == "cpu":
-        finite: list[bool] = np.isfinite(logits.numpy()).all(axis=1).tolist()
-    else:
-        finite = torch.isfinite(logits).all(dim=1).tolist()
+    finite: list[bool] = np.isfinite(logits.numpy()).all(axis=1).tolist()
     return finite
 
 
 def _argmax(logits: torch.Tensor) -> list[int]:
     """Return the likeliest token of each row; of equal ones the lowest id."""
-    if logits.device.type == "cpu":
-        tokens: list[int] = logits.numpy().argmax(axis=1).tolist()
-    else:
-        tokens = logits.argmax(dim=1).tolist()
+    tokens: list[int] = logits.numpy().argmax(axis=1).tolist()
     return tokens
