@@ -52,7 +52,9 @@ from chatd.sessions.erasing import Eraser
 from chatd.sessions.idle_policy import IdlePolicy
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.model_profile import ModelProfile, draw_seed
-from chatd.sessions.native import Asked, NativeDoor
+from chatd.sessions.native import NativeDoor
+from chatd.sessions.native_turns import NativeTurns
+from chatd.sessions.owner_changes import Asked, OwnerChanges
 from chatd.sessions.ports import ChatEncoder, EngineGateway, Journal, Vocabulary
 from chatd.sessions.public_prompts import PublicPrompt, PublicPrompts
 from chatd.sessions.recorder import Receipt, Recorder
@@ -147,16 +149,18 @@ class SessionManager:
             self._requests, journal, self._recorder, lambda: self.model, limits, new_id=new_id, clock=clock
         )
         self._attachments = Attachments(self._requests, boot)
+        changes = OwnerChanges(self._recorder, self._store.loader, lambda: self.model, clock)
         self._native = NativeDoor(
+            changes,
             self._runner,
             self._requests,
             self._store,
-            self._recorder,
             self._attachments,
             limits,
             new_id=new_id,
             clock=clock,
         )
+        self._native_turns = NativeTurns(changes, self._runner, self._store, limits, new_id=new_id, clock=clock)
         self._drafts = Drafts(self._runner.contexts, self._requests, monotonic)
         self._eraser = Eraser(
             self._runner, self._requests, self._store, self._attachments, self._recorder, journal, clock=clock
@@ -468,7 +472,7 @@ class SessionManager:
                 parameter is out of range, or `parent` is no message of the session.
             ContextLengthExceeded: It can never fit.
         """
-        await self._native.user_message(session, command, Asked(subscriber, key_id, request_class, receipt))
+        await self._native_turns.user_message(session, command, Asked(subscriber, key_id, request_class, receipt))
         self._drafts.forget(session)
 
     async def edit(
@@ -486,7 +490,7 @@ class SessionManager:
         Everything else is as for `user_message`; an `item` that is not the user's wants `respond` false
         (InvalidRequest).
         """
-        await self._native.edit(session, command, Asked(subscriber, key_id, request_class, receipt))
+        await self._native_turns.edit(session, command, Asked(subscriber, key_id, request_class, receipt))
         self._drafts.renew(session)
 
     async def regenerate(
@@ -504,7 +508,7 @@ class SessionManager:
         The seed is a fresh one unless it is given. `response.created` goes to everybody attached and, with `re`, to the
         sender. Raises as `user_message`; InvalidRequest too where there is nothing to answer.
         """
-        await self._native.regenerate(session, command, Asked(subscriber, key_id, request_class, receipt))
+        await self._native_turns.regenerate(session, command, Asked(subscriber, key_id, request_class, receipt))
         self._drafts.renew(session)
 
     async def go_on(
@@ -523,7 +527,7 @@ class SessionManager:
         one longer run would have made. `response.created` has the text so far, and `usage` what comes now. Raises as
         `regenerate`, and Conflict `not_continuable` for an answer that is complete.
         """
-        await self._native.go_on(session, command, Asked(subscriber, key_id, request_class, receipt))
+        await self._native_turns.go_on(session, command, Asked(subscriber, key_id, request_class, receipt))
         self._drafts.renew(session)
 
     async def select_branch(
@@ -553,7 +557,7 @@ class SessionManager:
             Conflict: `not_responding`.
             PermissionDenied: The sender is an observer.
         """
-        self._native.cancel(session, subscriber)
+        self._native_turns.cancel(session, subscriber)
 
     async def complete(self, owner: Owner, request: CompletionRequest) -> Completion:
         """Answer a stateless request that wants one answer; see `choose`.
