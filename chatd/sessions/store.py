@@ -285,10 +285,9 @@ class SessionStore:
         return session
 
     def close(self, session: Session) -> None:
-        """Give up an idle session's KV and keep its text; see `make_room`."""
+        """Give up an idle session's KV and keep its text, for as long as `make_room` leaves it."""
         self._release(session)
         session.closed = True
-        self.make_room(session.owner)
 
     def release(self, session: Session) -> None:
         """Give up an idle session's KV, where an engine has any."""
