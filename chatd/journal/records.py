@@ -21,6 +21,10 @@ ID_TYPE = "I"
 ANSWER_TTL_S = 86400.0
 """How long the answer to a command is kept for a client that sends it again."""
 
+MAX_ANSWERS_PER_USER = 1024
+MAX_ANSWER_BYTES_PER_USER = 4 * 2**20
+"""As much of a user's answers is kept, and in any case the last one."""
+
 if TYPE_CHECKING:
     IdArray = array[int]
 else:

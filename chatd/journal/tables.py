@@ -11,6 +11,8 @@ from chatd.errors import StorageError
 from chatd.journal.encoding import answer_checksum, checksum, message_row, pack_ids, session_row, unpack_ids
 from chatd.journal.records import (
     ANSWER_TTL_S,
+    MAX_ANSWER_BYTES_PER_USER,
+    MAX_ANSWERS_PER_USER,
     Change,
     CountUsage,
     Erased,
@@ -24,10 +26,6 @@ from chatd.journal.records import (
     ShareMessages,
 )
 from chatd.journal.search import change_index, part_of
-
-MAX_ANSWERS_PER_USER = 1024
-MAX_ANSWER_BYTES_PER_USER = 4 * 2**20
-"""As much of a user's answers is kept, and in any case the last one; up to a fourth more until it is counted again."""
 
 _NEW_SESSION = """
     INSERT INTO sessions (owner, id, title, updated_at, pinned, head, details, checksum)
@@ -338,7 +336,7 @@ class Tables:
         )
         owner = (answer.tenant, answer.user)
         num_bytes = self._answer_bytes.get(owner, 0) + len(answer.event)
-        if num_bytes > MAX_ANSWER_BYTES_PER_USER // 4:
+        if num_bytes > MAX_ANSWER_BYTES_PER_USER // 4:  # So much more is kept until it is counted again.
             self._db.execute(_FORGET_ANSWERS, (*owner, MAX_ANSWER_BYTES_PER_USER))
             num_bytes = 0
         self._answer_bytes[owner] = num_bytes

@@ -14,12 +14,10 @@ from dataclasses import dataclass
 import msgspec
 
 from chatd.errors import Conflict, InvalidRequest
-from chatd.journal.records import SaveAnswer
+from chatd.journal.records import MAX_ANSWER_BYTES_PER_USER, MAX_ANSWERS_PER_USER, SaveAnswer
 from chatd.protocol import Command, Event, decode_event
 from chatd.sessions.recorder import Receipt
 
-MAX_ANSWERS = 1024
-MAX_BYTES = 4 * 2**20
 NO_SEQ = 0
 """Of an event that was kept by another start: events are numbered anew by each."""
 
@@ -55,7 +53,7 @@ class AnswerCache:
         max_bytes: Likewise.
     """
 
-    def __init__(self, max_answers: int = MAX_ANSWERS, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, max_answers: int = MAX_ANSWERS_PER_USER, max_bytes: int = MAX_ANSWER_BYTES_PER_USER) -> None:
         self._max_answers = max_answers
         self._max_bytes = max_bytes
         self._users: dict[tuple[str, str], _Answers] = {}

@@ -18,6 +18,8 @@ from chatd.journal.directory import JournalInUse
 from chatd.journal.journal import Journal
 from chatd.journal.records import (
     ANSWER_TTL_S,
+    MAX_ANSWER_BYTES_PER_USER,
+    MAX_ANSWERS_PER_USER,
     CountUsage,
     Erased,
     EraseSession,
@@ -28,7 +30,6 @@ from chatd.journal.records import (
     ShareMessages,
     UsageRow,
 )
-from chatd.journal.tables import MAX_ANSWER_BYTES_PER_USER, MAX_ANSWERS_PER_USER
 from chatd.testing.journal_records import make_answer, make_session, make_user_message
 
 
