@@ -149,7 +149,7 @@ async def test_an_answer_goes_on_after_the_daemon_was_killed(num_tokens: int, st
     session, _ = await daemon.open(params=Params(stop=stop))
     await daemon.say(session, "one", key_id="key_1")
     await daemon.run()
-    whole = shown(daemon.manager, session)[-1][2:4]
+    whole, usage = shown(daemon.manager, session)[-1][2:4], session.conversation.head.usage
     await daemon.say(session, "two", key_id="key_1")
     daemon.engine.step(num_tokens=num_tokens)
     answer = session.turn.answer.id
@@ -163,7 +163,7 @@ async def test_an_answer_goes_on_after_the_daemon_was_killed(num_tokens: int, st
     assert again.snapshot("full").response == response
     await daemon.run()
     assert shown(daemon.manager, again)[-1][2:4] == whole
-    assert turn.answer.usage.output_tokens == again.conversation.head.usage.output_tokens
+    assert turn.answer.usage.output_tokens == usage.output_tokens
     assert [type(event) for event in connection.events if isinstance(event, ResponseCompleted)] == [ResponseCompleted]
     assert [usage.key_id for usage in daemon.journal.usage] == ["key_1"] * 2
     await daemon.start()

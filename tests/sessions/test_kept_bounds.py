@@ -6,7 +6,7 @@ import pytest
 
 from chatd.errors import RateLimited
 from chatd.journal.records import SaveAnswer
-from chatd.protocol import BranchSelect, Message, SessionCreate, SessionList, SessionUpdate, UserMessage
+from chatd.protocol import BranchSelect, Message, MessageEdit, SessionCreate, SessionList, SessionUpdate, UserMessage
 from chatd.sessions.manager import Owner, Receipt, SessionLimits
 from chatd.sessions.native import MAX_SELECTED_BYTES
 from chatd.sessions.recorder import LARGE_BYTES
@@ -109,16 +109,12 @@ async def test_the_answer_to_a_selection_is_not_kept_where_it_is_most_of_a_conve
     daemon = await RestartingDaemon().start()
     session, _ = await daemon.open()
     await daemon.say(session, "y" * MAX_SELECTED_BYTES, respond=False)
-    first = session.conversation.head
-    await daemon.say(session, "beside", respond=False)
-    beside = UserMessage(session=session.id, content="z", respond=False)
-    await daemon.manager.user_message(session, beside)
-    for number, leaf in enumerate((session.conversation.head, first)):
-        receipt = Receipt(f"c{number}", b"")
+    large = session.conversation.head
+    await daemon.manager.edit(session, MessageEdit(session=session.id, item=large.id, content="z", respond=False))
+    small = session.conversation.head
+    for command, leaf in (("to large", large), ("to small", small)):
+        receipt = Receipt(command, b"")
         await daemon.manager.select_branch(session, BranchSelect(session=session.id, leaf=leaf.id), receipt=receipt)
-    assert all(
-        len(c.event) <= MAX_SELECTED_BYTES
-        for changes in daemon.journal.commits
-        for c in changes
-        if isinstance(c, SaveAnswer)
-    )
+        assert session.conversation.head is leaf
+    kept = [c.command for changes in daemon.journal.commits for c in changes if isinstance(c, SaveAnswer)]
+    assert kept == ["to small"]

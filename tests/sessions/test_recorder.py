@@ -43,7 +43,7 @@ async def test_others_go_on_where_a_sessions_changes_are_never_taken(number: int
     with pytest.raises(StorageError):
         await daemon.say(bad, "again")
     assert bad.turn is None
-    assert daemon.manager._store.loader.can_unload(good) is bool(good.num_attached == 0)
+    assert (daemon.manager._recorder.owes(good), daemon.manager._recorder.owes(bad)) == (False, True)
     # What was owed is not lost: it is taken as soon as it can be.
     daemon.journal.before_commit = None
     await daemon.manager.settle()
