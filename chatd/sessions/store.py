@@ -198,8 +198,7 @@ class SessionStore:
     def _num_held_bytes(self, session: Session) -> int:
         """Return how much of a session has to stay in memory."""
         if self._recorder.keeps(session):
-            is_used = session.is_loaded and not self.loader.can_unload(session)
-            return session.num_bytes if is_used else session.num_system_bytes
+            return session.num_system_bytes if self.loader.can_unload(session) else session.num_bytes
         return 0 if session.closed else session.num_bytes
 
     def make_room(self, owner: Owner, used: Session | None = None) -> None:
