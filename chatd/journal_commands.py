@@ -45,7 +45,6 @@ DirectoryOption = Annotated[
     Path | None, typer.Option("--directory", help="The journal's folder (default: journal.directory).")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="For scripts.")]
-SessionsArgument = Annotated[list[str], typer.Argument(metavar="SESSION…", help="Ids that `chatd sessions ls` shows.")]
 TenantOption = Annotated[str | None, typer.Option(help="Of this tenant only.")]
 UserOption = Annotated[str | None, typer.Option(help="Of this user only.")]
 
