@@ -25,7 +25,7 @@ class Bench:
         stream: Where they run.
         copy_bandwidth: Bytes read and written each second by a large copy, once that was measured.
         product_flops: Operations each second of a large product of 16-bit numbers, likewise.
-        step_s: By model and batch, seconds of a decode step as it was first measured.
+        step_s: By model and batch, seconds of a plain decode step, once that was measured.
     """
 
     stream: Stream
