@@ -126,7 +126,8 @@ def test_other_formats_are_close_to_32_bits(requests_on, exact, dtype, kv_dtype,
 
 
 def test_a_deterministic_answer_does_not_depend_on_what_is_beside_it_or_how_its_prompt_is_cut(requests_on):
-    formats = {"dtype": "float16", "weights": "fp16", "is_deterministic": True, "has_logprobs": True}
+    # In 32 bits, where torch's own products show in the last bits how many rows there are; 16 bits are too short.
+    formats = {"is_deterministic": True, "has_logprobs": True}
     alone = requests_on(**formats, sizes=(1,))
     alone.prefill(1, PROMPTS[1])
     alone.decode(1, num_tokens=2)
