@@ -29,14 +29,12 @@ class SampledInFlight:
         tokens: `[len(specs)]` int64 on the device, in the order of `specs`: what a pending token of the next plan is.
             A row without a token (its logits were not finite, or it wanted candidates) has 0. Valid until the next
             call of `sample` runs on the device; work queued on the same stream before that call reads them safely.
-        rows: The place in `tokens` of each request.
     """
 
     def __init__(
         self, tokens: torch.Tensor, specs: Specs, vocab_size: int, host: _HostCopy | None, free: list[_HostCopy]
     ) -> None:
         self.tokens = tokens
-        self.rows: dict[RequestId, int] = {request_id: row for row, (request_id, _) in enumerate(specs)}
         self._specs = specs
         self._vocab_size = vocab_size
         self._host = host
