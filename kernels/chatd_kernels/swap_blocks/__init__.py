@@ -18,10 +18,10 @@ def store_blocks(
 
     Args:
         kv_cache: The cache.
-        waits: Whether the host has the bytes when this returns; else once the cache's device has run all that it was
-            given up to now.
         host: `[num_slots, num_layers, 2, num_kv_heads, block_size * head_dim]`, contiguous, the cache's dtype.
         moves: No slot twice.
+        waits: Whether the host has the bytes when this returns; else once the cache's device has run all that it was
+            given up to now.
 
     Raises:
         ValueError: A block or a slot is not there, or the host's slots are not blocks of this cache.
