@@ -68,8 +68,17 @@ def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 def upload(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Copy to a device's memory in the order of its current stream, without waiting for it; return the target."""
-    # The allocator of pinned memory keeps the source until the copy is done.
-    return target.copy_(source.pin_memory() if target.device.type != "cpu" else source, non_blocking=True)
+    return target.copy_(_reachable(source, target.device), non_blocking=True)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on a device, copied there in the order of its current stream, without waiting for it."""
+    return _reachable(tensor, device).to(device, non_blocking=True)
+
+
+def _reachable(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host where a device copies it by itself; the allocator keeps it there until that is done."""
+    return tensor.pin_memory() if device.type != "cpu" else tensor
 
 
 class StreamMark:
@@ -91,16 +100,6 @@ def wait_for_stream(device: torch.device) -> None:
     """Wait until the device's current stream has run everything."""
     if device.type != "cpu":
         torch.cuda.current_stream(device).synchronize()
-
-
-def on_host(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host as a device copies it without waiting: pinned, where there is a GPU."""
-    return tensor.pin_memory() if device.type == "cuda" else tensor
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on a device, copied there in the order of its stream."""
-    return on_host(tensor, device).to(device, non_blocking=True)
 
 
 def pin_memory(data: torch.Tensor) -> None:
@@ -178,8 +177,7 @@ class GpuStream:
 
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """Return a copy on the device."""
-        # The allocator of pinned memory keeps this until the copy is done.
-        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+        return to_device(torch.from_numpy(array), self.device)
 
     def synchronize(self) -> None:
         """Wait for everything."""

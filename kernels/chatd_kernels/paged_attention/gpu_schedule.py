@@ -17,7 +17,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from chatd_kernels.gpu_device import DeviceFacts, on_host, to_device
+from chatd_kernels.gpu_device import DeviceFacts, to_device
 from chatd_kernels.kv_cache import KVCacheLayout
 from chatd_kernels.launch import next_power_of_2
 from chatd_kernels.paged_attention.batch import Batch, Int32Array
@@ -123,21 +123,19 @@ def build_tiles(
     facts: DeviceFacts,
     *,
     num_decodes: int = 0,
-    max_blocks: int = 0,
     longest: int = 0,
 ) -> HostTiles:
     """Cut a step into tiles.
 
-    With the same `num_decodes`, `max_blocks` and `longest`, each no less than the batch needs, and no sequence of many
-    tokens, any batch gives arrays of the same shapes and the same splits: what a captured graph needs.
+    With the same `num_decodes` and `longest`, each no less than the batch needs, and no sequence of many tokens, any
+    batch gives as many tiles and the same splits: what a captured graph needs.
 
     Args:
         batch: The step.
         shapes: From `tile_shapes`.
         num_kv_heads: KV heads.
         facts: Of the device.
-        num_decodes: At least so many tiles of the decode kind and rows of the block table; what is added is padding.
-        max_blocks: At least so many columns of the block table.
+        num_decodes: At least so many tiles of the decode kind; what is added is padding.
         longest: Splits are chosen for sequences of at least so many positions.
     """
     ends = batch.before + batch.query_lens
@@ -163,9 +161,6 @@ def build_tiles(
 
     seen_by_few = int(ends[few].max(initial=0))
     seen_by_many = int(ends[many].max(initial=0))
-    table = batch.block_tables
-    padded = np.zeros((max(len(table), num_decodes), max(table.shape[1], max_blocks)), dtype=np.int32)
-    padded[: len(table), : table.shape[1]] = np.maximum(table, 0)
     return HostTiles(
         num_tokens=batch.num_tokens,
         decode=decode,
@@ -175,7 +170,7 @@ def build_tiles(
         prefill_splits=1
         if shapes.segment
         else splits(len(prefill), seen_by_many, _PREFILL_PROGRAMS, _PREFILL_POSITIONS),
-        block_tables=padded,
+        block_tables=np.maximum(batch.block_tables, 0),
     )
 
 
@@ -266,18 +261,3 @@ class GpuAttentionMetadata:
             prefill=tile_batch(host.prefill, shapes.prefill, host.prefill_splits),
             segment=shapes.segment,
         )
-
-    def update(self, host: HostTiles) -> None:
-        """Take another step of the same shapes into the same tensors: those that a captured graph reads.
-
-        Raises:
-            ValueError: the shapes or the splits are others.
-        """
-        mine = (self.decode.tiles, self.prefill.tiles, self.block_tables)
-        theirs = (host.decode, host.prefill, host.block_tables)
-        if any(a.shape != b.shape for a, b in zip(mine, theirs, strict=True)) or (
-            (self.decode.num_splits, self.prefill.num_splits) != (host.decode_splits, host.prefill_splits)
-        ):
-            raise ValueError(f"tiles of shapes {[b.shape for b in theirs]} are not those of {[a.shape for a in mine]}")
-        for target, array in zip(mine, theirs, strict=True):
-            target.copy_(on_host(torch.from_numpy(array), target.device), non_blocking=True)
