@@ -45,6 +45,7 @@ _SAMPLE_S = 1.0
 _WINDOW_SHARE = 0.15
 
 _RETURNS = ("blocks", "tasks", "descriptors")
+_PROCESSES = ("front", "engine")
 _COUNTERS = {
     "chatd_engine_restarts_total": "engine restarts",
     "chatd_engine_failed_steps_total": "failed steps",
@@ -150,6 +151,8 @@ async def run_load(shape: Shape, seconds: float, process: psutil.Process | None)
         f"{name} were {began[name]:.0f}, are {ended[name]:.0f}" for name in _RETURNS if ended[name] > began[name]
     ]
     problems += [f"the {name}'s memory grew by {part:.1%}" for name, part in grown.items() if part > MAX_GROWTH]
+    if process is not None:
+        problems += [f"the {name}'s memory was not seen" for name in _PROCESSES if name not in grown]
     return {
         "seconds": round(took_s, 1),
         "streams": shape.streams,
