@@ -14,12 +14,14 @@ from chatd_kernels.sampling.state import (
     ADJUSTS,
     BIAS_SHIFT,
     COUNTS,
+    FLAGS,
     FORBIDS,
     HAS_LOGPROBS,
     IS_BEAM,
     IS_GREEDY,
     MAX_CANDIDATES,
     MAX_VOCAB,
+    NUM_LIKELIEST,
     PROMPT_BIT,
     STOP_BIT,
     SamplingState,
@@ -85,7 +87,8 @@ def logits_of(num_rows: int, vocab: int, scale: float, dtype: torch.dtype, seed:
 
 
 def sample(logits: torch.Tensor, state: SamplingState, num_rows: int) -> None:
-    has_lists = bool((state.table[:, 0] & (HAS_LOGPROBS | IS_BEAM)).any())
+    slots = state.row_slots[state.row_slots >= 0].long()
+    has_lists = bool((state.table[slots, FLAGS] & (HAS_LOGPROBS | IS_BEAM)).any())
     gpu.sample_rows(logits, state, num_rows, num_likeliest=12 if has_lists else 0)
 
 
@@ -216,5 +219,5 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("vocab", [1, 2, 31, 1024, 4095, 4096, 4097, 12289, 49152, 151936])
 def test_every_vocabulary_is_drawn_as_by_the_reference(vocab: int, scale: float, dtype: torch.dtype) -> None:
     state = state_of(vocab, KINDS[: 2 if vocab == 1 else len(KINDS)], vocab)
-    state.table[:, 13].clamp_(max=vocab)
+    state.table[:, NUM_LIKELIEST].clamp_(max=vocab)
     check(logits_of(len(state.row_slots) - 2, vocab, scale, dtype, vocab), state)
