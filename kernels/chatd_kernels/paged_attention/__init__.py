@@ -41,7 +41,8 @@ def build_metadata(
         layout: of the cache.
         num_q_heads: query heads, a multiple of the layout's KV heads.
         device: of the cache.
-        is_deterministic: whether a row's result may depend on nothing but its own sequence; on CPUs it never does.
+        is_deterministic: whether a row's result may depend on nothing but its own sequence; on CPUs it never
+            depends on more.
 
     Raises:
         ValueError: the shapes do not agree, or a block table is too short for its sequence.
