@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from chatd.errors import InvalidRequest
+from chatd_tui.app import ChatApp
 from chatd_tui.attachments import FRAME_OVERHEAD_BYTES, attachments, completions, with_attachments
 from chatd_tui.screens.help import ConfirmScreen
 
@@ -117,3 +118,31 @@ async def test_a_file_is_completed_shown_and_sent(
     [session] = daemon.sessions.values()
     assert session.items[0].content == "Run src/main.py\n\nsrc/main.py:\n```py\nprint(1)\n```"
     assert session.title == "Run src/main.py src/main.py: ```py print(1) ```"
+
+
+async def test_a_file_that_is_named_before_there_is_a_connection_stays_in_the_input(
+    folder: Path, wait_until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    app = ChatApp("http://127.0.0.1:1", copies=folder)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await pilot.press(*"Run ", "@", *"src/main.py", "enter")
+        await wait_until(lambda: app.chat.status.text == "there is no connection to the daemon yet")
+        assert (app.screen, app.chat.composer.text) == (app.chat, "Run @src/main.py")
+
+
+async def test_words_with_an_at_are_words_where_the_folder_is_gone(
+    tmp_path: Path, daemon, make_app, wait_until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    app = make_app(daemon)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await wait_until(lambda: app.chat.title_bar.view.phase == "connected")
+        monkeypatch.chdir(gone)
+        gone.rmdir()
+        await pilot.press(*"Ask ", "@", *"ada", "enter")
+        await wait_until(lambda: len(app.chat.transcript.views()) == 2 and not app.conversation.busy)
+        monkeypatch.chdir(tmp_path)
+    [session] = daemon.sessions.values()
+    assert session.items[0].content == "Ask @ada"

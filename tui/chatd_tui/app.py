@@ -37,7 +37,7 @@ from chatd_tui.commands import Command, Context, Suggestion, Typed, find, parse,
 from chatd_tui.conversation import Conversation
 from chatd_tui.input_history import InputHistory
 from chatd_tui.keys import recognize_alt_enter
-from chatd_tui.link import DaemonLink
+from chatd_tui.link import DaemonLink, not_connected
 from chatd_tui.palette import CommandProvider
 from chatd_tui.screens.chat import ChatScreen
 from chatd_tui.screens.found import FoundScreen
@@ -192,7 +192,7 @@ class ChatApp(App[None]):
             self.run_worker(lambda: self._sent.save(text), group="history", thread=True)
         typed = parse(text)
         if isinstance(typed, Typed):
-            await self._run_typed(typed, message.text)
+            await self._run_typed(typed, text)
             return
         if self.conversation.busy:
             self.chat.status = StatusView("warning", "an answer is in progress", "Esc stops it, then send")
@@ -201,11 +201,14 @@ class ChatApp(App[None]):
             self.chat.status = status_text.WATCHING
             return
         try:
-            files = await asyncio.to_thread(attachments, typed, Path.cwd()) if "@" in typed else []
+            files = await asyncio.to_thread(attachments, typed, Path()) if "@" in typed else []
         except ChatdError as error:
             self.show_error(error)
             return
-        if files:
+        if files and self._hello is None:
+            # How much a message may have is the daemon's word.
+            self.show_error(not_connected())
+        elif files:
             self._offer_to_attach(typed, message.editing, files)
         else:
             self._say(typed, message.editing)
@@ -280,7 +283,7 @@ class ChatApp(App[None]):
         return command.unavailable(self.context)
 
     def _suggest(self, text: str) -> list[Suggestion]:
-        return suggestions(COMMANDS, text, self.context) or completions(text, Path.cwd())
+        return suggestions(COMMANDS, text, self.context) or completions(text, Path())
 
     async def run_command(self, command: Command, argument: str = "") -> bool:
         """Carry a command out where it can be; False where it cannot."""

@@ -42,6 +42,11 @@ PAGE_HZ = 4.0
 TITLE_LENGTH = 60
 
 
+def not_connected() -> InvalidRequest:
+    """Return the refusal of what needs a daemon, before there is one."""
+    return InvalidRequest("there is no connection to the daemon yet", code="not_connected")
+
+
 @dataclass(frozen=True)
 class Draft:
     """What a conversation begins with that the daemon does not have yet."""
@@ -248,7 +253,7 @@ class DaemonLink:
 
     def _connected_client(self) -> Client:
         if self._client is None or not self._connected.is_set():
-            raise InvalidRequest("there is no connection to the daemon yet", code="not_connected")
+            raise not_connected()
         return self._client
 
     async def _attached(self) -> Session:
