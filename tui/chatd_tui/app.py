@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,18 +30,19 @@ from chatd.protocol import (
 )
 from chatd_tui import messages, status_text
 from chatd_tui.actions import Actions
-from chatd_tui.attachments import Attachment, attachments, completions, with_attachments
+from chatd_tui.attachments import completions
 from chatd_tui.command_table import COMMANDS, bindings
 from chatd_tui.commands import Command, Context, Suggestion, Typed, find, parse, similar, suggestions
 from chatd_tui.conversation import Conversation
 from chatd_tui.input_history import InputHistory
 from chatd_tui.keys import recognize_alt_enter
-from chatd_tui.link import DaemonLink, not_connected
+from chatd_tui.link import DaemonLink
 from chatd_tui.palette import CommandProvider
 from chatd_tui.screens.chat import ChatScreen
 from chatd_tui.screens.found import FoundScreen
 from chatd_tui.screens.help import ConfirmScreen, HelpScreen, LinkScreen
 from chatd_tui.screens.pool import PoolScreen
+from chatd_tui.sending import Sending
 from chatd_tui.theme import CHATD
 from chatd_tui.typing_ahead import TypingAhead
 from chatd_tui.views import MeterView, SessionRow
@@ -86,6 +86,7 @@ class ChatApp(App[None]):
         self.conversation = Conversation(self.chat, self._draw_meter)
         self.typing_ahead = TypingAhead(self.link.type_ahead, self._show_type_ahead)
         self.chat.composer.typed = self.typing_ahead.changed
+        self._sending = Sending(self)
         self._actions = Actions(self, copies or state_dir())
         self._hello: Hello | None = None
         self._phase = ConnectionPhase.CONNECTING
@@ -193,61 +194,8 @@ class ChatApp(App[None]):
         typed = parse(text)
         if isinstance(typed, Typed):
             await self._run_typed(typed, text)
-            return
-        if self.conversation.busy:
-            self.chat.status = StatusView("warning", "an answer is in progress", "Esc stops it, then send")
-            return
-        if self.link.role == "observer":
-            self.chat.status = status_text.WATCHING
-            return
-        try:
-            files = await asyncio.to_thread(attachments, typed, Path()) if "@" in typed else []
-        except ChatdError as error:
-            self.show_error(error)
-            return
-        if files and self._hello is None:
-            # How much a message may have is the daemon's word.
-            self.show_error(not_connected())
-        elif files:
-            self._offer_to_attach(typed, message.editing, files)
         else:
-            self._say(typed, message.editing)
-
-    def _offer_to_attach(self, text: str, editing: str | None, files: list[Attachment]) -> None:
-        """Show which files would be sent: what names them may have been pasted."""
-
-        def attach() -> None:
-            self.run_worker(self._send_with(text, editing, files), group="commands")
-
-        names = "\n".join(f"{file.name} ({file.size_bytes} bytes)" for file in files)
-        self.ask("Send the text of this with the message?", names, "send", attach)
-
-    async def _send_with(self, text: str, editing: str | None, files: list[Attachment]) -> None:
-        assert self._hello is not None, "a message is written to a daemon"
-        try:
-            whole = await asyncio.to_thread(with_attachments, text, files, self._hello.limits.frame_bytes)
-        except ChatdError as error:
-            self.show_error(error)
-        else:
-            self._say(whole, editing)
-
-    def _say(self, text: str, editing: str | None) -> None:
-        """Send a message, or another version of one."""
-        self.chat.status = StatusView("busy", "sending")
-        self.chat.transcript.select(None)
-        if editing is None:
-            self.chat.composer.clear()
-            self.link.send(text)
-        else:
-            self.chat.composer.end_edit()
-            self.run_worker(self._send_edit(editing, text), group="commands")
-
-    async def _send_edit(self, item: str, text: str) -> None:
-        try:
-            await self.link.edit(item, text)
-        except ChatdError as error:
-            self.show_error(error)
-            self.chat.composer.begin_edit(item, text)
+            await self._sending.send(typed, message.editing)
 
     async def _run_typed(self, typed: Typed, text: str) -> None:
         command = find(COMMANDS, typed.name)

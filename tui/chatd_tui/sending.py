@@ -1,0 +1,94 @@
+"""What becomes of a message that was typed: the files that it names, the question about them, and the way out."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chatd.errors import ChatdError
+from chatd_tui import status_text
+from chatd_tui.attachments import Attachment, attachments, with_attachments
+from chatd_tui.link import not_connected
+from chatd_tui.widgets.status import StatusView
+
+if TYPE_CHECKING:
+    from chatd_tui.app import ChatApp
+
+
+class Sending:
+    """Sends messages, and says above the input why one is not sent; that one stays there.
+
+    Args:
+        app: Whose conversation and input they are.
+    """
+
+    def __init__(self, app: ChatApp) -> None:
+        self._app = app
+
+    async def send(self, text: str, editing: str | None) -> None:
+        """Send a message, or another version of the message `editing`; asks first where it names files."""
+        app = self._app
+        if app.conversation.busy:
+            app.chat.status = StatusView("warning", "an answer is in progress", "Esc stops it, then send")
+            return
+        if app.link.role == "observer":
+            app.chat.status = status_text.WATCHING
+            return
+        try:
+            files = await asyncio.to_thread(attachments, text, Path()) if "@" in text else []
+            if files:
+                self._frame_limit_bytes()
+        except ChatdError as error:
+            app.show_error(error)
+            return
+        if files:
+            self._offer_to_attach(text, editing, files)
+        else:
+            self._say(text, editing)
+
+    def _offer_to_attach(self, text: str, editing: str | None, files: list[Attachment]) -> None:
+        """Show which files would be sent: what names them may have been pasted."""
+
+        def attach() -> None:
+            self._app.run_worker(self._send_with(text, editing, files), group="commands")
+
+        names = "\n".join(f"{file.name} ({file.size_bytes} bytes)" for file in files)
+        self._app.ask("Send the text of this with the message?", names, "send", attach)
+
+    async def _send_with(self, text: str, editing: str | None, files: list[Attachment]) -> None:
+        try:
+            whole = await asyncio.to_thread(with_attachments, text, files, self._frame_limit_bytes())
+        except ChatdError as error:
+            self._app.show_error(error)
+        else:
+            self._say(whole, editing)
+
+    def _frame_limit_bytes(self) -> int:
+        """Return how much a message may have, which only a daemon can say.
+
+        Raises:
+            InvalidRequest: There is none yet.
+        """
+        hello = self._app.link.hello
+        if hello is None:
+            raise not_connected()
+        return hello.limits.frame_bytes
+
+    def _say(self, text: str, editing: str | None) -> None:
+        app = self._app
+        app.chat.status = StatusView("busy", "sending")
+        app.chat.transcript.select(None)
+        if editing is None:
+            app.chat.composer.clear()
+            app.link.send(text)
+        else:
+            app.chat.composer.end_edit()
+            app.run_worker(self._send_edit(editing, text), group="commands")
+
+    async def _send_edit(self, item: str, text: str) -> None:
+        try:
+            await self._app.link.edit(item, text)
+        except ChatdError as error:
+            self._app.show_error(error)
+            self._app.chat.composer.begin_edit(item, text)
