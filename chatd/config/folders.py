@@ -19,12 +19,12 @@ def disk_tier_directory(settings: Settings) -> Path:
 
 
 def cache_dir() -> Path:
-    """Return the user's folder for what can be made again: models, compiled kernels."""
+    """Return the user's folder for what can be made again: models, compiled kernels, KV."""
     return _user_dir("XDG_CACHE_HOME", ".cache")
 
 
 def state_dir() -> Path:
-    """Return the user's folder for the local key and logs."""
+    """Return the user's folder for what is to last: the local key, logs, the journal, what was copied and sent."""
     return _user_dir("XDG_STATE_HOME", ".local/state")
 
 

@@ -318,6 +318,7 @@ def public_prompts(settings: Settings) -> list[PublicPrompt]:
 def session_limits(settings: Settings) -> SessionLimits:
     """Return the bounds of sessions."""
     sessions = settings.sessions
+    retention_days_of, retention_days = retention_of(settings)
     return SessionLimits(
         max_sessions_per_user=sessions.max_sessions_per_user,
         max_kept_sessions_per_user=sessions.max_kept_sessions_per_user,
@@ -333,12 +334,8 @@ def session_limits(settings: Settings) -> SessionLimits:
         context_policy=sessions.context_policy,
         idle_release_s=sessions.idle_release_s,
         idle_archive_days=sessions.idle_archive_days,
-        retention_days=settings.journal.retention_days,
-        retention_days_of={
-            name: tenant.retention_days
-            for name, tenant in settings.tenants.items()
-            if tenant.retention_days is not None
-        },
+        retention_days=retention_days,
+        retention_days_of=retention_days_of,
     )
 
 

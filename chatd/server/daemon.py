@@ -170,6 +170,16 @@ class Daemon:
         """The sessions.
 
         Raises:
+            Unavailable: As `check_loaded`.
+        """
+        self.check_loaded()
+        assert self._manager is not None, "the daemon is loaded without its sessions"
+        return self._manager
+
+    def check_loaded(self) -> None:
+        """Refuse what cannot be done or known yet.
+
+        Raises:
             Unavailable: Still loading, or stopping for want of an engine; says which phase.
         """
         if self._manager is None:
@@ -179,15 +189,6 @@ class Daemon:
                 code="loading",
                 retry_after_ms=LOADING_RETRY_MS,
             )
-        return self._manager
-
-    def check_loaded(self) -> None:
-        """Refuse what cannot be known yet.
-
-        Raises:
-            Unavailable: As `manager`.
-        """
-        assert self.manager is not None, "a manager that is none"
 
     @property
     def pool(self) -> PoolHub:
