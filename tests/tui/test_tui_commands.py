@@ -8,6 +8,7 @@ from textual.command import CommandPalette
 from textual.pilot import Pilot
 
 from chatd import protocol as p
+from chatd.client import Client
 from chatd.errors import EngineError
 from chatd.testing.scripted_daemon import Script, ScriptedDaemon
 from chatd_tui.app import ChatApp
@@ -455,6 +456,26 @@ async def test_a_conversation_is_erased_once_that_is_confirmed(
             await wait_until(lambda: session not in daemon.sessions)
             await wait_until(lambda: app.chat.status == StatusView("notice", "erased: 2 messages, 7 blocks of memory"))
             assert (texts(app), app.link.session) == ([], None)
+            await talk(app, pilot, wait_until, "another")
+            assert app.link.session in daemon.sessions
+
+
+async def test_a_conversation_that_another_client_erases_is_left_and_so_is_an_edit_in_it(
+    counting: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    async with counting as daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=SIZE) as pilot:
+            await talk(app, pilot, wait_until, "a secret")
+            session = app.link.session
+            await type_line(pilot, "/edit")
+            await wait_until(lambda: app.chat.composer.editing is not None)
+            async with Client.connect(daemon.url) as other:
+                await other.attach(session)
+                await other.erase_session(session)
+            await wait_until(lambda: app.chat.status.text == "this conversation was erased")
+            await wait_until(lambda: app.link.session is None)
+            assert (app.chat.composer.editing, app.chat.composer.text) == (None, "")
             await talk(app, pilot, wait_until, "another")
             assert app.link.session in daemon.sessions
 

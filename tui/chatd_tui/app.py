@@ -159,7 +159,7 @@ class ChatApp(App[None]):
     def on_session_lost(self, message: messages.SessionLost) -> None:
         """Let the next message begin a conversation."""
         if self.link.session is None:
-            self.conversation.lose()
+            self.conversation.lose(is_erased=message.is_erased)
 
     def on_pool_changed(self, message: messages.PoolChanged) -> None:
         """Show the pool, in the meter and on its page."""

@@ -21,7 +21,6 @@ from chatd.protocol import (
     ResponseQueued,
     ResponseResumed,
     SessionClosed,
-    SessionErased,
     SessionTier,
     SessionTruncated,
     SessionUsage,
@@ -144,16 +143,16 @@ class Conversation:
                     chat.status = told
             case SessionTruncated():
                 chat.status = status_text.truncated(event)
-            case SessionErased():
-                self.busy = False
-                chat.status = StatusView("notice", "this conversation was erased", "a message begins a new one")
             case SessionClosed():
                 chat.status = StatusView("notice", "this conversation's memory was released", "its text stays")
             case _:
                 pass
 
-    def lose(self) -> None:
+    def lose(self, *, is_erased: bool) -> None:
         """Draw what there is of a conversation that the daemon no longer has; no answer of it goes on."""
+        if is_erased and self._chat.transcript.views():
+            # Who erased it here sees nothing of it any more, and is told what that was.
+            self._chat.status = StatusView("notice", "this conversation was erased", "a message begins a new one")
         self.busy = False
         self._chat.composer.leave_edit()
         answer = self._chat.transcript.answer_in_progress()

@@ -318,6 +318,7 @@ class DaemonLink:
             if error.error_code == "erased":
                 if self._session == session:
                     self._session = None
+                    self._post(SessionLost(session, is_erased=True))
                 await self.refresh_sessions()
             elif error.error_code not in ("detached", "client_closed"):
                 self._post(Refused(error))

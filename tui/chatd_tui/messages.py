@@ -44,11 +44,12 @@ class SessionNews(Message):
 
 
 class SessionLost(Message):
-    """The daemon no longer has the session on the screen."""
+    """The daemon no longer has the session on the screen; `is_erased` where somebody erased it just now."""
 
-    def __init__(self, session: str) -> None:
+    def __init__(self, session: str, *, is_erased: bool = False) -> None:
         super().__init__()
         self.session = session
+        self.is_erased = is_erased
 
 
 class PoolChanged(Message):
