@@ -133,6 +133,8 @@ class GpuRunner:
                 self._compute(plan, step)
         except Exception as error:
             step.error = error
+            # What a step behind this one would wait for is never drawn.
+            self._places = {}
         return step
 
     def fault(self, error: Exception) -> Exception:

@@ -107,12 +107,13 @@ def exact(requests_on):
     return requests
 
 
+# At most twice what the formats' rounding makes of it; without what attention adds the first number is 0.5 off.
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "weights", "tolerance"),
     [
-        ("bfloat16", "bfloat16", "bf16", 0.25),
-        ("float16", "int8", "fp16", 0.2),
-        ("bfloat16", "float8_e4m3fn", "int8", 0.5),
+        ("bfloat16", "bfloat16", "bf16", 0.12),
+        ("float16", "int8", "fp16", 0.16),
+        ("bfloat16", "float8_e4m3fn", "int8", 0.3),
     ],
 )
 def test_other_formats_are_close_to_32_bits(requests_on, exact, dtype, kv_dtype, weights, tolerance):
@@ -188,9 +189,11 @@ def test_a_step_behind_one_that_failed_fails_as_well(requests_on, answers, monke
     with monkeypatch.context() as patched:
         patched.setattr(requests.runner._stream, "run", lambda _work: 1 / 0)
         first = requests.runner.launch(plans[0])
-        second = requests.runner.launch(plans[1])
-    for step in (first, second):
-        with pytest.raises((ZeroDivisionError, KeyError)):
-            step.result()
+    second = requests.runner.launch(plans[1])
+    with pytest.raises(ZeroDivisionError):
+        first.result()
+    # Its token was never drawn, and no other is taken in its place.
+    with pytest.raises(KeyError):
+        second.result()
     requests.keep(requests.runner.execute(plans[0]))
     assert has_answered(requests, answers, r1=2)
