@@ -159,6 +159,7 @@ class ChatApp(App[None]):
     def on_session_lost(self, message: messages.SessionLost) -> None:
         """Let the next message begin a conversation."""
         if self.link.session is None:
+            self.typing_ahead.forget()
             self.conversation.lose(is_erased=message.is_erased)
 
     def on_pool_changed(self, message: messages.PoolChanged) -> None:
