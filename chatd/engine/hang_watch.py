@@ -12,6 +12,7 @@ meanwhile. Silent ticks are counted, not seconds, so that a machine that slept d
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ class HangLimits:
     Attributes:
         quiet_s: Of an engine that does nothing; then one that is busy counts as stalled.
         busy_s: Of one that uses the CPU, or waits for it.
-        busy_share: Part of a silence that must be CPU time of an engine that uses the CPU.
+        busy_share: Part of the last `quiet_s` of a silence that must be CPU time of an engine that uses the CPU.
     """
 
     quiet_s: float
@@ -100,7 +101,8 @@ class _Silence:
         self._limits = limits
         self.tick_s = limits.quiet_s / _TICKS
         self._num_ticks = 0
-        self._cpu_s = process.cpu_s()
+        # CPU seconds at each tick of the last `quiet_s`.
+        self._cpu_s: deque[float] = deque(maxlen=_TICKS + 1)
         process.heard = False
 
     @property
@@ -120,7 +122,8 @@ class _Silence:
             self._num_ticks = 0
             return True
         if self._num_ticks == 0:
-            self._cpu_s = process.cpu_s()
+            self._cpu_s.clear()
+        self._cpu_s.append(process.cpu_s())
         self._num_ticks += 1
         return False
 
@@ -129,7 +132,6 @@ class _Silence:
         limits, process = self._limits, self._process
         if self.seconds < max(limits.quiet_s, _QUIET_FACTOR * expected_s):
             return False
-        is_busy = process.is_runnable() or process.cpu_s() - self._cpu_s > limits.busy_share * limits.quiet_s
-        if self._num_ticks % _TICKS == 0:
-            self._cpu_s = process.cpu_s()
+        used_s, window_s = self._cpu_s[-1] - self._cpu_s[0], (len(self._cpu_s) - 1) * self.tick_s
+        is_busy = process.is_runnable() or used_s > limits.busy_share * window_s
         return not is_busy or self.seconds >= max(limits.busy_s, _BUSY_FACTOR * expected_s)
