@@ -77,8 +77,8 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _reachable(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host where a device copies it by itself; the allocator keeps it there until that is done."""
-    return tensor.pin_memory() if device.type != "cpu" else tensor
+    """A tensor of the host where a GPU copies it by itself; the allocator keeps it there until that is done."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 class StreamMark:
