@@ -1,7 +1,6 @@
 """Hundreds of broken frames: each is refused by the name of what is wrong, and nobody else's answer changes."""
 
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -251,21 +250,17 @@ async def test_every_bad_frame_is_refused_by_name_while_an_answer_streams(start)
         running.engine.held = True
         session = (await create(witness)).session.id
         await witness.send(UserMessage(session=session, content="hi"))
-        slowest = 0.0
         for i, (text, param, _code) in enumerate(table):
             if i % (len(table) // 60) == 0 and running.engine.running:
                 running.engine.step()
-            started = time.perf_counter()
             await bad.socket.send(text)
             answer = await bad.next()
-            slowest = max(slowest, time.perf_counter() - started)
             assert isinstance(answer, Error), (text[:200], answer)
             assert answer.error.type == "invalid_request_error", (text[:200], answer)
             assert answer.error.message
             if param is not None:
                 named = (answer.error.param or "").replace("[", ".").split(".")
                 assert param in named, (text[:200], param, answer)
-        assert slowest < 1.0
         running.engine.held = False
         assert text_of(await witness.until(ResponseIncomplete)) == "x" * 64
         assert isinstance(await bad.ask(Ping(id="p", t=1)), Pong)

@@ -114,17 +114,23 @@ def test_a_vocabulary_that_spells_every_byte_has_no_unknown_id(model_folder: Cal
 def test_a_long_text_is_encoded_without_holding_the_interpreter(model_folder: Callable[[str], Path]) -> None:
     encoder = load_tokenizer(model_folder("chatml_default")).content_encoder([])
     text = "The quick brown fox jumps over the lazy dog. " * 15_000
-    finished = threading.Event()
-    worker = threading.Thread(target=lambda: (encoder.encode([Stretch(text)]), finished.set()))
-    start = last = time.perf_counter()
-    longest = 0.0
-    worker.start()
-    while not finished.is_set():
-        now = time.perf_counter()
-        longest, last = max(longest, now - last), now
-    worker.join()
-    # Making the list of ids takes the interpreter for a part of the time.
-    assert longest < 0.6 * (time.perf_counter() - start)
+
+    def longest_pause() -> float:
+        """Return the largest part of an encoding in which this thread could do nothing."""
+        finished = threading.Event()
+        worker = threading.Thread(target=lambda: (encoder.encode([Stretch(text)]), finished.set()))
+        start = last = time.perf_counter()
+        longest = 0.0
+        worker.start()
+        while not finished.is_set():
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+        worker.join()
+        return longest / (time.perf_counter() - start)
+
+    # Making the list of ids takes the interpreter for a part of the time. A busy machine makes pauses too, though not
+    # in every try; an encoder that holds the interpreter does.
+    assert any(longest_pause() < 0.6 for _ in range(8))
 
 
 @pytest.mark.parametrize(
