@@ -28,6 +28,7 @@ from chatd.bench.record import write_json
 from chatd.config import cache_dir
 from chatd_kernels import runtime
 from chatd_kernels.copy_blocks import copy_blocks
+from chatd_kernels.cpus import available_cpus
 from chatd_kernels.kv_cache import KVCache, allocate_kv_cache
 from chatd_kernels.linear import WeightFormat, linear, pack_linear
 from chatd_kernels.paged_attention import build_metadata, paged_attention
@@ -215,7 +216,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--batches", default="1,2,4,8,16,32,64,256", help="rows of the linear layers")
     options = parser.parse_args(arguments)
     runtime.set_cache_root(cache_dir())
-    runtime.set_num_threads(options.threads or runtime.available_threads())
+    runtime.set_num_threads(options.threads or available_cpus())
     runtime.warm_up()
     batches = [int(batch) for batch in options.batches.split(",")]
     figures: Figures = {

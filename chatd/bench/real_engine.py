@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from chatd.engine.cgroup import available_cpus
 from chatd.engine.engine_process import engine_environment
 from chatd.engine.messages import Done, EngineMessage, FrontMessage, LeaseId, RequestClass, Submit, Tokens
 from chatd.engine.plan import Plan, RequestId, Runner, StepOutput
 from chatd.engine.sampling import SamplingParams
+from chatd_kernels.cpus import available_cpus
 
 if TYPE_CHECKING:
     from chatd.engine.core import EngineCore

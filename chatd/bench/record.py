@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from chatd.engine.cgroup import available_cpus
+from chatd_kernels.cpus import available_cpus
 
 
 def machine() -> dict[str, Any]:

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from chatd.engine.cgroup import available_cpus
 from chatd.engine.engine_process import engine_environment
+from chatd_kernels.cpus import available_cpus
 
 PARTS = ("linears", "attention", "rest of the model", "input batch", "sampling", "plan and commit", "delivery")
 _WARM_UP_STEPS = 8

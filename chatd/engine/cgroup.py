@@ -1,20 +1,13 @@
-"""What this process may use of the machine: CPUs and memory, within its cgroup's limits (version 2, or 1). No torch.
-
-A process in a container sees the whole machine in /proc and in psutil; its limits stand in the files of its cgroup and
-of that cgroup's parents, and the smallest of them holds.
-"""
+"""How much of the machine's memory this process may use, within its cgroup's limits (version 2, or 1). No torch."""
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-ROOT = Path("/")
+from chatd_kernels.cpus import ROOT, cgroup_folders
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +23,6 @@ class MemoryRoom:
     available: int
 
 
-def available_cpus(root: Path = ROOT) -> int:
-    """Return the CPUs of this process's affinity, cut to its cgroup's quota; at least 1.
-
-    Args:
-        root: Where /proc and /sys are found.
-    """
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = [quota for folder in _folders(root, "cpu") if (quota := _cpu_quota(folder)) is not None]
-    return max(1, min([affinity, *(math.floor(quota) for quota in quotas)]))
-
-
 def memory_room(root: Path = ROOT, machine: MemoryRoom | None = None) -> MemoryRoom:
     """Return how much memory this process may use, and how much of it is left.
 
@@ -52,48 +34,12 @@ def memory_room(root: Path = ROOT, machine: MemoryRoom | None = None) -> MemoryR
         physical = psutil.virtual_memory()
         machine = MemoryRoom(physical.total, physical.available)
     limit, available = machine.limit, machine.available
-    for folder in _folders(root, "memory"):
+    for folder in cgroup_folders(root, "memory"):
         room = _memory(folder)
         if room is not None:
             limit = min(limit, room.limit)
             available = min(available, room.available)
     return MemoryRoom(limit, max(0, available))
-
-
-def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """Yield this process's cgroup folder and its parents, for one controller."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        base = root / "sys/fs/cgroup"
-        if controllers:
-            base = base / controller
-        # Inside a container the path may be the host's, which is not mounted here; then the mount's root is ours.
-        folder = base / path.strip("/")
-        while not folder.is_dir() and folder != base:
-            folder = folder.parent
-        while True:
-            yield folder
-            if folder == base or base not in folder.parents:
-                break
-            folder = folder.parent
-
-
-def _cpu_quota(folder: Path) -> float | None:
-    try:
-        if (folder / "cpu.max").exists():
-            quota, period = (folder / "cpu.max").read_text().split()
-        else:
-            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
-            period = (folder / "cpu.cfs_period_us").read_text().strip()
-    except (OSError, ValueError):
-        return None
-    return None if quota in ("max", "-1") else int(quota) / int(period)
 
 
 def _memory(folder: Path) -> MemoryRoom | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from chatd.config import cache_dir
-from chatd.engine.cgroup import MemoryRoom, available_cpus
+from chatd.engine.cgroup import MemoryRoom
 from chatd.engine.loaded_model import LoadedModel, Report
 from chatd.engine.lower_tiers import allocate_host, open_lower_tiers
 from chatd.engine.mapped_memory import map_memory
@@ -25,6 +25,7 @@ from chatd.errors import EnvironmentProblem
 from chatd.models.decoder import Decoder
 from chatd.models.loader import load_decoder
 from chatd_kernels import runtime
+from chatd_kernels.cpus import available_cpus
 from chatd_kernels.kv_cache import KVCache, KVCacheLayout
 
 _KV_DTYPES = {"float16": torch.float16, "float32": torch.float32}

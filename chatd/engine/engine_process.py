@@ -17,12 +17,12 @@ import msgspec
 import psutil  # type: ignore[import-untyped]
 
 from chatd.config import child_environment
-from chatd.engine.cgroup import available_cpus
 from chatd.engine.messages import EngineMessage, Ready, StartFailed, decode_engine
 from chatd.engine.options import STACKS_SIGNAL, EngineOptions, encode_options
 from chatd.engine.pipe import FrameError, FrameReader
 from chatd.engine.pulse import Pulse, create_page
 from chatd.errors import ConfigError, EnvironmentProblem, ModelError, StartupError
+from chatd_kernels.cpus import available_cpus
 
 _EXIT_CLASSES: dict[int, type[StartupError]] = {
     error.exit_code: error for error in (StartupError, ConfigError, EnvironmentProblem, ModelError)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from chatd.engine.cgroup import MemoryRoom, available_cpus
+from chatd.engine.cgroup import MemoryRoom
 from chatd.engine.cost_model import CostParameters
 from chatd.engine.decode_graphs import bucket_sizes
 from chatd.engine.gpu_runner import GpuRunner
@@ -29,6 +29,7 @@ from chatd.errors import ConfigError, EnvironmentProblem, ModelError
 from chatd.models.decoder import Decoder
 from chatd.models.loader import load_decoder
 from chatd.models.model_config import load_decoder_config
+from chatd_kernels.cpus import available_cpus
 from chatd_kernels.gpu_device import OutOfDeviceMemory
 from chatd_kernels.kv_cache import KVCache, KVCacheLayout, device_key_group
 from chatd_kernels.sampling.state import MAX_LIKELIEST

@@ -8,7 +8,8 @@
     from chatd_kernels.linear import pack_linear, linear               products with packed weights
     from chatd_kernels.copy_blocks import copy_blocks                  whole blocks of the cache
     from chatd_kernels.swap_blocks import load_blocks, store_blocks    whole blocks to and from the host
-    from chatd_kernels.runtime import available_threads, set_num_threads, warm_up
+    from chatd_kernels.runtime import set_num_threads, warm_up
+    from chatd_kernels.cpus import available_cpus                      within the affinity and the cgroup's quota
     from chatd_kernels.dispatch import use_backend                     GPU kernels on a CPU, interpreted
 
 Each operation is a folder: `reference.py` says what it computes, `cpu.py` is the numba kernel and its launcher,

@@ -21,7 +21,6 @@ from __future__ import annotations
 import array
 import ctypes
 import hashlib
-import math
 import os
 import struct
 import sys
@@ -34,6 +33,7 @@ from typing import Any
 
 import torch
 
+from chatd_kernels.cpus import available_cpus
 from chatd_kernels.jit import VERSIONS, cfunc, config, ir, llvm, types
 from chatd_kernels.vector import emit_fetch_add, pointer
 
@@ -81,49 +81,6 @@ def argument(typingctx: Any, frame: Any, index: Any) -> Any:
 # Threads -----------------------------------------------------------------------------------------
 
 
-def available_threads() -> int:
-    """CPUs this process may use: its affinity, cut to its cgroup's quota, at least 1."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup_cpus(Path("/"))
-    return max(1, min(affinity, math.floor(quota)) if quota is not None else affinity)
-
-
-def _cgroup_cpus(root: Path) -> float | None:
-    """The smallest CPU quota on the path of this process's cgroup (version 2, or 1), or None without one."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    limits: list[float] = []
-    for line in lines:
-        if line.count(":") < 2:
-            continue
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        base = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        group = base / path.strip("/")
-        for folder in (group, *group.parents):
-            limit = _read_quota(folder)
-            if limit is not None:
-                limits.append(limit)
-            if folder == base:
-                break
-    return min(limits, default=None)
-
-
-def _read_quota(folder: Path) -> float | None:
-    try:
-        if (folder / "cpu.max").exists():
-            quota, period = (folder / "cpu.max").read_text().split()
-        else:
-            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
-            period = (folder / "cpu.cfs_period_us").read_text().strip()
-    except (OSError, ValueError):
-        return None
-    return None if quota in ("max", "-1") else int(quota) / int(period)
-
-
 def _load_gomp() -> Any:
     """`GOMP_parallel` of torch's libgomp, or None."""
     if not sys.platform.startswith("linux"):
@@ -147,7 +104,7 @@ class _Team:
     """How many threads a parallel launch uses."""
 
     def __init__(self) -> None:
-        self.num_threads = available_threads() if _gomp_parallel is not None else 1
+        self.num_threads = available_cpus() if _gomp_parallel is not None else 1
 
 
 _team = _Team()

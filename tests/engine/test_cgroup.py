@@ -1,9 +1,6 @@
 from pathlib import Path
 
-import pytest
-
-from chatd.engine import cgroup
-from chatd.engine.cgroup import MemoryRoom, available_cpus, memory_room
+from chatd.engine.cgroup import MemoryRoom, memory_room
 
 MIB = 2**20
 MACHINE = MemoryRoom(16_000 * MIB, 9_000 * MIB)
@@ -79,29 +76,6 @@ def test_usage_above_the_limit_leaves_nothing_and_not_less(tmp_path):
     assert memory_room(tmp_path, MACHINE).available == 0
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "150000 100000\n"}, 1),
-        ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "max 100000\n"}, 8),
-        ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "50000 100000\n"}, 1),
-        (
-            {
-                "proc/self/cgroup": "2:cpu,cpuacct:/a\n",
-                "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "300000",
-                "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000",
-            },
-            3,
-        ),
-        ({}, 8),
-    ],
-)
-def test_threads_are_the_affinity_cut_to_the_quota(tmp_path, monkeypatch, files, expected):
-    monkeypatch.setattr(cgroup.os, "sched_getaffinity", lambda _pid: set(range(8)), raising=False)
-    assert available_cpus(write(tmp_path, files)) == expected
-
-
-def test_this_machine_has_memory_and_a_cpu():
+def test_this_machine_has_memory():
     room = memory_room()
     assert 0 < room.available <= room.limit
-    assert available_cpus() >= 1

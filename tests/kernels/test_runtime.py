@@ -18,36 +18,7 @@ from chatd_kernels.rms_norm import rms_norm
 from chatd_kernels.vector import vexp2, vload, vstore
 
 
-def write(root: Path, name: str, text: str) -> None:
-    path = root / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
-def test_the_quota_is_the_smallest_on_the_path_of_a_version_2_group(tmp_path: Path) -> None:
-    write(tmp_path, "proc/self/cgroup", "0::/a/b\n")
-    write(tmp_path, "sys/fs/cgroup/a/b/cpu.max", "max 100000\n")
-    write(tmp_path, "sys/fs/cgroup/a/cpu.max", "250000 100000\n")
-    write(tmp_path, "sys/fs/cgroup/cpu.max", "400000 100000\n")
-    assert runtime._cgroup_cpus(tmp_path) == 2.5
-
-
-def test_the_quota_of_a_version_1_group_is_found(tmp_path: Path) -> None:
-    write(tmp_path, "proc/self/cgroup", "4:memory:/m\n3:cpu,cpuacct:/c\n")
-    write(tmp_path, "sys/fs/cgroup/cpu/c/cpu.cfs_quota_us", "150000\n")
-    write(tmp_path, "sys/fs/cgroup/cpu/c/cpu.cfs_period_us", "100000\n")
-    assert runtime._cgroup_cpus(tmp_path) == 1.5
-
-
-@pytest.mark.parametrize("content", ["", "0::/\n", "garbage\n"])
-def test_no_quota_is_found_where_there_is_none(tmp_path: Path, content: str) -> None:
-    write(tmp_path, "proc/self/cgroup", content)
-    assert runtime._cgroup_cpus(tmp_path) is None
-    assert runtime._cgroup_cpus(tmp_path / "missing") is None
-
-
 def test_there_is_at_least_one_thread() -> None:
-    assert runtime.available_threads() >= 1
     with pytest.raises(ValueError, match="0 threads"):
         runtime.set_num_threads(0)
 
