@@ -38,14 +38,12 @@ class FinishReason(StrEnum):
 class WaitReason(StrEnum):
     """Why a request is not running now."""
 
-    QUOTA = "quota"
     FAIR_SHARE = "fair_share"
     SLOTS = "slots"
     NO_BLOCKS = "no_blocks"
     JOIN = "join"
     SWAP_IN = "swap_in"
     RESTORE = "restore"
-    GRAMMAR = "grammar"
 
 
 class Tier(StrEnum):

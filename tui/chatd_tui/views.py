@@ -8,14 +8,12 @@ from chatd.clean import clean, clean_line
 from chatd.protocol import Item, SessionInfo, Siblings, Timings, Usage
 
 WAIT_REASONS = {
-    "quota": "your quota is used up",
     "fair_share": "others' turn",
     "slots": "all slots are busy",
     "no_blocks": "waiting for memory",
     "join": "another is computing the same prompt",
     "swap_in": "being brought back into memory",
     "restore": "being restored",
-    "grammar": "preparing the grammar",
 }
 TIERS = {"device": "in memory", "host": "in host memory", "disk": "on disk", "tokens": "text only"}
 """Where a conversation's KV is, as the screen says it; of "tokens" nothing is left but the ids."""
