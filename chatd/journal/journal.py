@@ -25,14 +25,15 @@ from chatd.journal.checkpoints import LOG_BYTES, Checkpointer
 from chatd.journal.directory import JournalDirectory
 from chatd.journal.reader import JournalReader, connect_to_read, open_files
 from chatd.journal.records import (
+    CHANGE_BYTES,
     Change,
     Erased,
     MessageRecord,
     SaveAnswer,
     SaveMessage,
-    SaveSession,
     SessionRecord,
     UsageRow,
+    written_bytes,
 )
 from chatd.journal.schema import check_version, migrate
 from chatd.journal.storage_errors import DATABASE_ERRORS, storage_error
@@ -42,7 +43,6 @@ from chatd.journal.writer import BUSY_S, JournalWriter
 DAY_S = 86400.0
 _OLDEST_SQLITE = (3, 34, 0)
 _EXPIRE_AT_ONCE = 16
-_CHANGE_BYTES = 512
 _T = TypeVar("_T")
 
 
@@ -131,7 +131,7 @@ class Journal:
             StorageError: Nothing of them was kept.
         """
         own = [_own(change) for change in changes]
-        await self._writer.submit(lambda tables: tables.apply(own), sum(map(_num_bytes, own)))
+        await self._writer.submit(lambda tables: tables.apply(own), sum(map(written_bytes, own)))
 
     def append_tokens(self, message: str, start: int, ids: Sequence[int]) -> None:
         """Note tokens of an answer in flight; they are written within 0.1 s."""
@@ -151,7 +151,7 @@ class Journal:
         Raises:
             StorageError: Nothing was removed.
         """
-        return await self._writer.submit(lambda tables: tables.erase(session), _CHANGE_BYTES)
+        return await self._writer.submit(lambda tables: tables.erase(session), CHANGE_BYTES)
 
     async def erase_tenant(self, tenant: str) -> tuple[int, Erased]:
         """Remove everything of a tenant, its usage too; return how many sessions, and what they had.
@@ -159,7 +159,7 @@ class Journal:
         Raises:
             StorageError: Nothing was removed.
         """
-        return await self._writer.submit(lambda tables: tables.erase_tenant(tenant), _CHANGE_BYTES)
+        return await self._writer.submit(lambda tables: tables.erase_tenant(tenant), CHANGE_BYTES)
 
     async def expire(
         self,
@@ -186,7 +186,7 @@ class Journal:
         kept = frozenset(in_use)
         erased: list[str] = []
         while found := await self._writer.submit(
-            lambda tables: _erase_expired(tables, before, default, kept), _CHANGE_BYTES, waits_for_scrub=False
+            lambda tables: _erase_expired(tables, before, default, kept), CHANGE_BYTES, waits_for_scrub=False
         ):
             erased += found
         await self._writer.submit(Tables.wait_for_scrub, 0)
@@ -262,17 +262,3 @@ def _own(change: Change) -> Change:
             change.session, msgspec.structs.replace(message, prompt_ids=message.prompt_ids[:], ids=message.ids[:])
         )
     return change
-
-
-def _num_bytes(change: Change) -> int:
-    """Return about how many bytes a change writes."""
-    match change:
-        case SaveMessage(message=message):
-            # Text is written to the index, too.
-            return _CHANGE_BYTES + 3 * len(message.content) + 4 * (len(message.prompt_ids) + len(message.ids))
-        case SaveSession(session=session):
-            return _CHANGE_BYTES + len(session.title) + len(session.system or "")
-        case SaveAnswer():
-            return _CHANGE_BYTES + len(change.event)
-        case _:
-            return _CHANGE_BYTES

@@ -197,6 +197,24 @@ class EraseSession(msgspec.Struct, frozen=True):
 
 Change = SaveSession | SaveMessage | ShareMessages | RemoveMessages | SaveAnswer | CountUsage | EraseSession
 
+CHANGE_BYTES = 512
+"""What any change writes, about."""
+
+
+def written_bytes(change: Change) -> int:
+    """Return about how many bytes a change writes."""
+    match change:
+        case SaveMessage(message=message):
+            # Text is written to the index, too.
+            num_ids = len(message.prompt_ids) + len(message.ids)
+            return CHANGE_BYTES + 3 * len(message.content) + message.ids.itemsize * num_ids
+        case SaveSession(session=session):
+            return CHANGE_BYTES + len(session.title) + len(session.system or "")
+        case SaveAnswer():
+            return CHANGE_BYTES + len(change.event)
+        case _:
+            return CHANGE_BYTES
+
 
 class Erased(msgspec.Struct, frozen=True):
     """What an erasure removed from the journal.

@@ -14,7 +14,15 @@ from typing import Any
 
 from chatd.errors import StorageError
 from chatd.journal.no_journal import NoJournal
-from chatd.journal.records import Change, RemoveMessages, SaveAnswer, SaveMessage, SaveSession, ShareMessages
+from chatd.journal.records import (
+    Change,
+    RemoveMessages,
+    SaveAnswer,
+    SaveMessage,
+    SaveSession,
+    ShareMessages,
+    written_bytes,
+)
 from chatd.protocol import Event, encode
 from chatd.sessions.conversation import Owner
 from chatd.sessions.ports import Journal
@@ -26,23 +34,10 @@ PAY_AFTER_S = 1.0
 MAX_FAILED = 8
 """Of what is owed so many sessions' are tried in vain with one commit, and then the rest with the next."""
 
-LARGE_BYTES = 2**16
-"""Above it what one session writes waits for what its tenant's other sessions do."""
+LARGE_BYTES = 2**17
+"""To write; above it what one session writes waits for what its tenant's other sessions do."""
 
 _log = logging.getLogger(__name__)
-
-
-def _num_bytes(change: Change) -> int:
-    """Return about how much there is to write of what can be large."""
-    match change:
-        case SaveMessage(message=message):
-            return len(message.content) + message.ids.itemsize * (len(message.ids) + len(message.prompt_ids))
-        case SaveSession(session=session):
-            return len(session.system or "")
-        case SaveAnswer():
-            return len(change.event)
-        case _:
-            return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +110,7 @@ class Recorder:
         """Make changes of a session durable that have its record among them; see `commit`."""
         recoded = list(session.recoded)
         all_changes = [*(SaveMessage(session.id, message) for message in recoded), *changes]
-        if sum(map(_num_bytes, all_changes)) <= LARGE_BYTES:
+        if sum(map(written_bytes, all_changes)) <= LARGE_BYTES:
             await self.commit(all_changes)
         else:
             # One of each tenant at a time: all others' wait behind it in the one queue that the journal has.
