@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,18 +21,13 @@ from chatd.client import Client
 from chatd.local_daemon import LocalDaemon, readiness
 from chatd.protocol import Params, ResponseCompleted
 from chatd.tenants.keys import create_key
+from chatd.testing.ports import free_port
 
 pytestmark = pytest.mark.model
 
 ROOT = Path(__file__).parent.parent
 GREEDY = Params(temperature=0.0, max_tokens=24)
 CAPITAL = "What is the capital of France?"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(

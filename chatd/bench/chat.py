@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from chatd.bench.record import write_json
 from chatd.client import Client, Session
 from chatd.local_daemon import LocalDaemon
 from chatd.protocol import OutputTextDelta, Params, ResponseCompleted, ResponseIncomplete
+from chatd.testing.ports import free_port
 
 SYSTEM_WORDS = 400
 USER_WORDS = 30
@@ -139,13 +139,6 @@ def busy_neighbor(wanted: bool) -> Iterator[None]:
         if process is not None:
             process.kill()
             process.wait()
-
-
-def free_port() -> int:
-    """Return a port of loopback that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def measure(quantization: str, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from chatd.bench.chat import free_port
 from chatd.bench.record import write_json
 from chatd.client import Client
 from chatd.local_daemon import LocalDaemon
 from chatd.protocol import Params, ResponseCompleted, ResponseIncomplete
+from chatd.testing.ports import free_port
 
 QUESTIONS = "mt_bench_questions.jsonl"
 LENGTHS = Path(__file__).parent.parent.parent / "docs" / "figures" / "lengths.json"

@@ -26,12 +26,13 @@ import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.table import Table
 
-from chatd.bench.chat import free_port, percentile
+from chatd.bench.chat import percentile
 from chatd.bench.load_traffic import Crowd, Shape
 from chatd.bench.record import write_json
 from chatd.client import Client
 from chatd.local_daemon import LocalDaemon
 from chatd.protocol import Params
+from chatd.testing.ports import free_port
 
 MAX_GROWTH = 0.05
 """Of the memory since the warm-up, at most."""

@@ -17,11 +17,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from chatd.bench.chat import free_port, text
+from chatd.bench.chat import text
 from chatd.bench.record import write_json
 from chatd.client import Client, Session
 from chatd.local_daemon import LocalDaemon
 from chatd.protocol import OutputTextDelta, Params
+from chatd.testing.ports import free_port
 
 KEYS_AT_ONCE = 12
 """Characters between two times that what is typed is told."""

@@ -161,13 +161,6 @@ class PromptEncoder:
         items += self._conversation(rest)
         return self._encode(items, date, before=self._turn_end() if answer_ended else None)
 
-    def close_answer(self) -> list[int]:
-        """Return the closing ids for an answer that ended without `turn_end_id`; none where the template has none.
-
-        `extend(..., answer_ended=False)` is these followed by `extend(..., answer_ended=True)`.
-        """
-        return self._encode(self._closing)
-
     def settle(self, answer_ids: Sequence[int]) -> SettledAnswer | None:
         """Return an answer without its thoughts, as history has it where it has none; None where nothing changes."""
         thought_end = self.thought_end_id

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 from pathlib import Path
 
 import msgspec
@@ -20,13 +19,8 @@ from chatd.protocol import (
     SessionUpdated,
     UserMessage,
 )
+from chatd.testing.ports import free_port
 from chatd.testing.toy_daemon import ToyFarm
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def test_a_command_that_comes_again_after_a_kill_has_one_effect_and_its_first_answer(tmp_path: Path) -> None:

@@ -3,13 +3,13 @@
 import asyncio
 import base64
 import os
-import socket
 import struct
 
 import psutil
 
 from chatd.client import Client
 from chatd.protocol import Params
+from chatd.testing.ports import free_port
 from chatd.testing.toy_daemon import ToyFarm
 
 NUM_EACH = 50
@@ -17,12 +17,6 @@ MIB = 2**20
 BUFFER_BYTES = 2**15
 # Eight times the high-water mark each, and as much again for what is being encoded and what the socket holds.
 MAX_GROWTH_BYTES = NUM_EACH * 16 * BUFFER_BYTES
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def masked(payload):

@@ -167,7 +167,13 @@ async def test_a_slow_answer_is_waited_for(start, monkeypatch) -> None:
         body = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}
         async with httpx.AsyncClient(base_url=running.url, headers=running.headers(), trust_env=False) as http:
             asking = asyncio.create_task(http.post("/v1/chat/completions", json=body))
-            await asyncio.sleep(0.2)
+            async with asyncio.timeout(10):
+                while not running.engine.submits:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            # A clock that the request has left running would ring before this one.
+            passed = asyncio.Event()
+            asyncio.get_running_loop().call_later(http_protocol.HEADER_TIMEOUT_S, passed.set)
+            await passed.wait()
             running.engine.held = False
             assert (await asking).status_code == 200
 

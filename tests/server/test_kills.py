@@ -6,7 +6,6 @@ import itertools
 import os
 import random
 import signal
-import socket
 import time
 
 import psutil
@@ -16,6 +15,7 @@ from chatd.client import Client
 from chatd.local_daemon import LocalDaemon, readiness
 from chatd.protocol import OutputTextDelta, Params
 from chatd.testing.kills import Script, Seen, run_scripts, run_under_kills
+from chatd.testing.ports import free_port
 from chatd.testing.toy_daemon import ToyFarm
 
 NUM_TOY_KILLS = 200
@@ -25,12 +25,6 @@ TOY_SCRIPTS = [
     for length in (1, 4, 9, 80)
 ]
 PACE_S = 0.001
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def kill_toys(folder, num_kills, seed):

@@ -62,6 +62,13 @@ def turns(*contents: str) -> list[Message]:
     return [say("assistant" if i % 2 else "user", content) for i, content in enumerate(contents)]
 
 
+def closing_ids(encoder: PromptEncoder) -> list[int]:
+    """Return what an extension puts behind an answer that did not end, before what follows every answer."""
+    open_end, ended = (encoder.extend(turns("x"), answer_ended=is_ended, date=DAY) for is_ended in (False, True))
+    assert open_end[len(open_end) - len(ended) :] == ended
+    return open_end[: len(open_end) - len(ended)]
+
+
 @pytest.fixture(scope="module")
 def models(model_folder: Callable[[str], Path], chat_template: Callable[[str], ChatTemplate]) -> Callable[[str], Model]:
     loaded: dict[str, Model] = {}
@@ -147,7 +154,7 @@ def test_an_extension_after_a_closed_answer_is_the_rest_of_the_extension(
     models: Callable[[str], Model], name: str, second: str
 ) -> None:
     encoder = models(name).encoder
-    closing = encoder.close_answer()
+    closing = closing_ids(encoder)
     assert closing[-1] == encoder.turn_end_id or (closing == [] and encoder.turn_end_id is None)
     ended = encoder.extend(turns(second), answer_ended=True, date=DAY)
     assert closing + ended == encoder.extend(turns(second), answer_ended=False, date=DAY)
@@ -178,7 +185,6 @@ def test_a_template_whose_turns_end_in_plain_text_has_no_turn_end(model_folder: 
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
     encoder = PromptEncoder(ChatTemplate(source, tokenizer), tokenizer)
     assert encoder.turn_end_id is None
-    assert encoder.close_answer() == []
     extension = encoder.extend(turns("more"), answer_ended=True, date=DAY)
     assert extension == encoder.extend(turns("more"), answer_ended=False, date=DAY)
     assert tokenizer.decode(extension) == "\nuser: more\nassistant: "
@@ -378,7 +384,7 @@ def test_a_settled_answer_is_what_history_has(models: Callable[[str], Model]) ->
         encoder = model.encoder
         spoken = model.reference.encode(thought + "</think>\n\nIt is Paris.", add_special_tokens=False)
         prompt = encoder.begin(None, turns("a"), date=DAY)
-        settled = encoder.settle([*spoken, *encoder.close_answer()])
+        settled = encoder.settle([*spoken, *closing_ids(encoder)])
         assert settled is not None
         history = prompt[: len(prompt) - settled.num_prompt_ids] + settled.ids
         more = encoder.extend(turns("c"), answer_ended=True, date=DAY)
