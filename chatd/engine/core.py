@@ -22,6 +22,7 @@ from chatd.engine.draft import Decision as Decision
 from chatd.engine.engine_config import EngineConfig as EngineConfig
 from chatd.engine.engine_config import TenantLimits as TenantLimits
 from chatd.engine.erasure import Eraser
+from chatd.engine.inspection import inspect_blocks
 from chatd.engine.messages import (
     PUBLIC_TENANT,
     Cancel,
@@ -34,6 +35,7 @@ from chatd.engine.messages import (
     Fork,
     Forked,
     FrontMessage,
+    InspectBlocks,
     LeaseId,
     LeaseLost,
     LeaseTier,
@@ -118,6 +120,9 @@ class EngineCore:
 
     def handle(self, message: FrontMessage, now: float) -> list[EngineMessage]:
         """Do what the front asks, between two steps; never raises on what a message says."""
+        self.pool.now = now
+        if isinstance(message, InspectBlocks):
+            return [inspect_blocks(message, self.scheduler, now)]  # It changes nothing.
         self._restart_checks()
         self._reporter.mark_changed()
         match message:
@@ -156,12 +161,14 @@ class EngineCore:
             DeviceFault: The engine cannot go on.
         """
         self._restart_checks()
+        self.pool.now = now
         self.pipeline.step(now)
         self._reporter.mark_changed()
         return self._drain(now, planned=True)
 
     def idle(self, now: float) -> list[EngineMessage]:
         """Return what is due, after a slice of copying down or of checking the invariants; for an idle engine."""
+        self.pool.now = now
         if self.pipeline.is_busy:
             self._restart_checks()
             self.pipeline.settle(now)
@@ -398,7 +405,10 @@ class EngineCore:
         fresh = BlockPool(self.config.num_blocks, PrefixIndex(old.index.hash_function, old.index.max_entries_per_key))
         for account in old.accounts:
             fresh.account(account.tenant, account.weight, account.floor)
-        fresh.num_evictions = old.num_evictions
+        for before in (old.public, *old.accounts):
+            after = fresh.account(before.tenant)
+            after.num_evicted, after.num_wanted_again = before.num_evicted, before.num_wanted_again
+        fresh.num_evictions, fresh.now = old.num_evictions, old.now
         self.pool = fresh
         self.kv.use_pool(fresh)
         self.leases.drop_all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from chatd.engine.plan import RequestId
-from chatd.engine.pool_messages import PoolFrame
+from chatd.engine.pool_messages import BlockFacts, PoolFrame
 from chatd.engine.vocabulary import FinishReason, LeaseId, Message, Tier, WaitReason
 
 
@@ -218,6 +218,20 @@ class Waiting(Message, frozen=True):
     why: WaitReason
 
 
+class Inspected(Message, frozen=True):
+    """Answers `InspectBlocks`.
+
+    Attributes:
+        question: As it was given.
+        step: The step after which it is so.
+        blocks: What is known of each; free ones, and what is not there, are left out.
+    """
+
+    question: int
+    step: int
+    blocks: list[BlockFacts]
+
+
 class EngineStats(Message, frozen=True):
     """Counters since start, once a second while anything happened; what `/metrics` shows of the engine.
 
@@ -281,6 +295,7 @@ EngineMessage = (
     | LeaseTier
     | Waiting
     | PoolFrame
+    | Inspected
     | EngineStats
     | Pong
     | StartFailed

@@ -138,6 +138,23 @@ class WatchPool(Message, frozen=True):
     with_leases: bool = False
 
 
+class InspectBlocks(Message, frozen=True):
+    """Tell what is known of some blocks; answered with `Inspected`. Costs a look through the block tables.
+
+    Attributes:
+        question: Echoed in the answer.
+        first: The first block.
+        num_blocks: How many follow each other from there; an answer has `MAX_INSPECTED` at most.
+        tenant: Number only the blocks of this tenant: the shared ones first, then the others that are held, then the
+            cached ones, each kind in an order that nobody else has a part in. None numbers all blocks of the pool.
+    """
+
+    question: int
+    first: int
+    num_blocks: int
+    tenant: str | None = None
+
+
 class SetTenant(Message, frozen=True):
     """Change a tenant's part of the machine from now on.
 
@@ -165,5 +182,17 @@ class Shutdown(Message, frozen=True):
 
 
 FrontMessage = (
-    Submit | Fork | Trim | Release | Erase | Cancel | Finish | Retain | WatchPool | SetTenant | Ping | Shutdown
+    Submit
+    | Fork
+    | Trim
+    | Release
+    | Erase
+    | Cancel
+    | Finish
+    | Retain
+    | WatchPool
+    | InspectBlocks
+    | SetTenant
+    | Ping
+    | Shutdown
 )

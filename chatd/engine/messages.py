@@ -17,6 +17,7 @@ from chatd.engine.engine_messages import (
     EngineStats,
     Erased,
     Forked,
+    Inspected,
     LeaseLost,
     LeaseTier,
     Loading,
@@ -37,6 +38,7 @@ from chatd.engine.front_messages import (
     Finish,
     Fork,
     FrontMessage,
+    InspectBlocks,
     Ping,
     Release,
     Retain,
@@ -46,15 +48,27 @@ from chatd.engine.front_messages import (
     Trim,
     WatchPool,
 )
-from chatd.engine.pool_messages import LeasePool, PoolFrame, TenantPool, TierPool
+from chatd.engine.pool_messages import (
+    MAX_INSPECTED,
+    BlockFacts,
+    BlockHolder,
+    LeasePool,
+    LeaseUse,
+    PoolFrame,
+    TenantPool,
+    TierPool,
+)
 from chatd.engine.vocabulary import PUBLIC_TENANT, FinishReason, LeaseId, RequestClass, Tier, WaitReason
 
 __all__ = [
     "LENGTH_PREFIX_BYTES",
+    "MAX_INSPECTED",
     "MAX_MESSAGE_BYTES",
     "PUBLIC_TENANT",
     "BeamSequence",
     "Beams",
+    "BlockFacts",
+    "BlockHolder",
     "Cancel",
     "Done",
     "EngineMessage",
@@ -66,10 +80,13 @@ __all__ = [
     "Fork",
     "Forked",
     "FrontMessage",
+    "InspectBlocks",
+    "Inspected",
     "LeaseId",
     "LeaseLost",
     "LeasePool",
     "LeaseTier",
+    "LeaseUse",
     "Loading",
     "Ping",
     "Pong",

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from chatd.engine.vocabulary import LeaseId, Message, Tier
+
+MAX_INSPECTED = 64
+"""Blocks that one answer tells of at most."""
+
+
+class LeaseUse(StrEnum):
+    """What keeps the blocks of a lease: a request that runs or waits, or its claim between turns."""
+
+    ANSWERING = "answering"
+    QUEUED = "queued"
+    ATTACHED = "attached"
+    """Idle, and somebody looks at its session."""
+    IDLE = "idle"
 
 
 class TenantPool(msgspec.Struct, array_like=True, frozen=True):
@@ -19,6 +34,10 @@ class TenantPool(msgspec.Struct, array_like=True, frozen=True):
         prompt_tokens: Since start.
         cached_tokens: Since start; the hit rate is their ratio.
         output_tokens: Since start.
+        weight: Of its share beside the other tenants' weights.
+        floor: Blocks that no other tenant can take.
+        num_evicted: Its cached blocks that were taken for something else, since start.
+        num_wanted_again: Of those, how many a prompt asked for soon afterwards.
     """
 
     tenant: str
@@ -29,10 +48,27 @@ class TenantPool(msgspec.Struct, array_like=True, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    weight: float = 1.0
+    floor: int = 0
+    num_evicted: int = 0
+    num_wanted_again: int = 0
 
 
 class LeasePool(msgspec.Struct, array_like=True, frozen=True):
-    """What one lease holds: blocks in its table, those that another table holds too, its tokens, its tier."""
+    """What one lease holds.
+
+    Attributes:
+        lease: Which.
+        tenant: Whose.
+        num_blocks: Blocks in its table.
+        num_shared: Of those, the ones that another table holds too.
+        num_tokens: Of the conversation.
+        tier: Where most of its KV is.
+        active: A request runs or waits on it.
+        bill: Its part of the active blocks: a shared one is split among those who hold it, a public one is nobody's.
+        use: What keeps its blocks.
+        idle_s: Seconds since its last turn ended; 0 while a request is on it.
+    """
 
     lease: LeaseId
     tenant: str
@@ -41,6 +77,45 @@ class LeasePool(msgspec.Struct, array_like=True, frozen=True):
     num_tokens: int
     tier: Tier
     active: bool
+    bill: float = 0.0
+    use: LeaseUse = LeaseUse.IDLE
+    idle_s: float = 0.0
+
+
+class BlockHolder(msgspec.Struct, array_like=True, frozen=True):
+    """A lease that has a block in its table, at which place, and how many of its slots are the lease's."""
+
+    lease: LeaseId
+    place: int
+    num_tokens: int
+
+
+class BlockFacts(msgspec.Struct, array_like=True, frozen=True):
+    """What is known of one block that is not free.
+
+    Attributes:
+        number: As it was asked for.
+        state: 1 cached, 2 active, 3 shared.
+        tenant: Who is charged for it; "" is nobody, for a public one.
+        ref_count: Those who hold it: leases, and plans in flight.
+        is_registered: It can be found by others of its namespace.
+        place: How many blocks of its sequence come before it; -1 where that is not known.
+        num_tokens: Slots that hold a token.
+        age_s: Seconds since it was taken for what is in it.
+        hit_age_s: Seconds since a prompt last found it computed; None where none has.
+        holders: The leases of the front's that hold it.
+    """
+
+    number: int
+    state: int
+    tenant: str
+    ref_count: int
+    is_registered: bool
+    place: int
+    num_tokens: int
+    age_s: float
+    hit_age_s: float | None
+    holders: list[BlockHolder]
 
 
 class TierPool(msgspec.Struct, array_like=True, frozen=True):
@@ -84,6 +159,8 @@ class PoolFrame(Message, frozen=True):
         tiers: A row for each tier below the pool that is in use.
         num_held: Blocks of all tables, each counted in every table that has it: beyond `num_active` is what sharing
             saves.
+        num_public: Public blocks with a holder (part of `num_active`).
+        num_wanted_again: Evicted blocks that a prompt asked for soon afterwards, since start.
     """
 
     step: int
@@ -102,3 +179,5 @@ class PoolFrame(Message, frozen=True):
     owners: bytes = b""
     tiers: list[TierPool] = msgspec.field(default_factory=list)
     num_held: int = 0
+    num_public: int = 0
+    num_wanted_again: int = 0

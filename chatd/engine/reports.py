@@ -17,6 +17,7 @@ from chatd.engine.messages import (
     LeaseId,
     LeasePool,
     LeaseTier,
+    LeaseUse,
     PoolFrame,
     TenantPool,
     Tier,
@@ -34,6 +35,12 @@ LEASE_ROW_INTERVAL_S = 50e-6
 """Frames with a row per lease come no more often than this for each of them: they take a few percent of the time."""
 
 _RATE_WINDOW_S = 5.0
+_USES = {
+    LeaseState.IDLE: LeaseUse.IDLE,
+    LeaseState.ATTACHED: LeaseUse.ATTACHED,
+    LeaseState.QUEUED: LeaseUse.QUEUED,
+    LeaseState.ACTIVE: LeaseUse.ANSWERING,
+}
 _NO_COUNTS = TenantCounts()
 
 
@@ -115,8 +122,9 @@ class Reporter:
             self._waiting_at = now
             messages += self._explanations.tell()
         if self._frame_changed and 0 < self._frame_interval_s() <= now - self._frame_at:
-            self._frame_at, self._frame_changed = now, False
             messages.append(self.frame(now))
+            # The rate goes on falling after the last token, until there is none within its window.
+            self._frame_at, self._frame_changed = now, bool(self._output)
         if self._stats_changed and now - self._stats_at >= STATS_INTERVAL_S:
             self._stats_at, self._stats_changed = now, False
             messages.append(self.stats())
@@ -189,13 +197,15 @@ class Reporter:
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             tenants=self._tenants(),
-            leases=[self._lease(lease) for lease in scheduler.leases if lease.lease_id >= 0]
+            leases=[self._lease(lease, now) for lease in scheduler.leases if lease.lease_id >= 0]
             if watch.with_leases
             else [],
             states=bytes(pool.states) if watch.with_map else b"",
             owners=_little_endian(pool.owners) if watch.with_map else b"",
             tiers=self._tiers(),
             num_held=sum(len(lease.table.block_ids) for lease in scheduler.leases),
+            num_public=pool.public.num_active,
+            num_wanted_again=pool.num_wanted_again,
         )
 
     def _frame_interval_s(self) -> float:
@@ -228,18 +238,26 @@ class Reporter:
                     counts.prompt_tokens,
                     counts.cached_tokens,
                     counts.output_tokens,
+                    account.weight,
+                    account.floor,
+                    account.num_evicted,
+                    account.num_wanted_again,
                 )
             )
         return rows
 
-    def _lease(self, lease: Lease) -> LeasePool:
+    def _lease(self, lease: Lease, now: float) -> LeasePool:
+        is_in_use = lease.state in (LeaseState.ACTIVE, LeaseState.QUEUED)
         return LeasePool(
             LeaseId(lease.lease_id),
             lease.tenant or "",
             *self._scheduler.kv.count_blocks(lease.table),
             len(lease.token_ids),
             _row_tier(lease),
-            lease.state in (LeaseState.ACTIVE, LeaseState.QUEUED),
+            is_in_use,
+            self._scheduler.kv.bill(lease.table),
+            _USES[lease.state],
+            0.0 if is_in_use else round(now - lease.idle_since, 3),
         )
 
     def _tiers(self) -> list[TierPool]:

@@ -22,18 +22,22 @@ class KVCacheBlock:
         block_id: Its place in the KV tensor.
         ref_count: Appearances in block tables, in plans in flight and in adoptions that wait for the next plan.
         entry: Its entry in the prefix index; a block that has one is never written.
+        since: The pool's time at which it was taken for what is in it.
+        hit_at: The pool's time at which a prompt last found it computed; None where none has.
         account: Who is charged for it; None while it is empty.
         prev: Neighbour towards the head of the queue that it is in; None in no queue.
         next: Neighbour towards the tail.
     """
 
-    __slots__ = ("account", "block_id", "entry", "next", "prev", "ref_count")
+    __slots__ = ("account", "block_id", "entry", "hit_at", "next", "prev", "ref_count", "since")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = BlockId(block_id)
         self.ref_count = 0
         self.entry: PrefixEntry | None = None
         self.account: Account | None = None
+        self.since = 0.0
+        self.hit_at: float | None = None
         self.prev: KVCacheBlock | None = None
         self.next: KVCacheBlock | None = None
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from chatd.kvcache.block import BlockId, BlockQueue, KVCacheBlock
 from chatd.kvcache.prefix_index import NamespaceId, PrefixEntry, PrefixIndex
+from chatd.kvcache.recently_evicted import RecentlyEvicted
 
 EMPTY, CACHED, ACTIVE, SHARED = range(4)
 NOBODY = 65535
@@ -35,9 +36,24 @@ class Account:
         num_active: Blocks with a holder.
         cached: Blocks without a holder that can still be found; the head goes first.
         num_protected: Of the cached ones, those that the floor keeps from other tenants.
+        num_evicted: Its cached blocks that were emptied for something else, since start.
+        num_wanted_again: Of those, how many a prompt asked for soon afterwards.
+        evicted: Which they were, the last of them.
     """
 
-    __slots__ = ("cached", "floor", "heap_key", "index", "num_active", "num_protected", "tenant", "weight")
+    __slots__ = (
+        "cached",
+        "evicted",
+        "floor",
+        "heap_key",
+        "index",
+        "num_active",
+        "num_evicted",
+        "num_protected",
+        "num_wanted_again",
+        "tenant",
+        "weight",
+    )
 
     def __init__(self, tenant: str | None, index: int, weight: float, floor: int) -> None:
         self.tenant = tenant
@@ -47,6 +63,9 @@ class Account:
         self.num_active = 0
         self.cached = BlockQueue()
         self.num_protected = 0
+        self.num_evicted = 0
+        self.num_wanted_again = 0
+        self.evicted = RecentlyEvicted()
         self.heap_key: float | None = None
 
     @property
@@ -71,6 +90,7 @@ class BlockPool:
         num_shared: Blocks held more than once.
         num_evictions: Cached blocks that were emptied for something else, since start.
         num_freed: Blocks that lost their last holder, since start; while it stands still nothing became available.
+        now: The engine's time at its last call, in seconds. It stamps what is told of blocks and decides nothing.
     """
 
     def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
@@ -94,6 +114,12 @@ class BlockPool:
         self.num_shared = 0
         self.num_evictions = 0
         self.num_freed = 0
+        self.now = 0.0
+
+    @property
+    def num_wanted_again(self) -> int:
+        """Evicted blocks of all accounts that a prompt asked for soon afterwards, since start."""
+        return self.public.num_wanted_again + sum(account.num_wanted_again for account in self.accounts)
 
     @property
     def num_blocks(self) -> int:
@@ -151,10 +177,13 @@ class BlockPool:
         if empty.length < num_blocks and self.available(account) < num_blocks:
             return None
         taken: list[BlockId] = []
+        now = self.now
         for _ in range(num_blocks):
             block = empty.popleft() if empty.length else self._evict(account)
             block.ref_count = 1
             block.account = account
+            block.since = now
+            block.hit_at = None
             account.num_active += 1
             block_id = block.block_id
             self.states[block_id] = ACTIVE
@@ -184,6 +213,13 @@ class BlockPool:
             elif ref_count == 2:
                 self.num_shared += 1
                 states[block_id] = SHARED
+
+    def hold_found(self, block_ids: Sequence[BlockId]) -> None:
+        """Add a holder to blocks that a prompt found computed, and note when that was."""
+        self.hold(block_ids)
+        blocks, now = self.blocks, self.now
+        for block_id in block_ids:
+            blocks[block_id].hit_at = now
 
     def release(self, block_ids: Sequence[BlockId]) -> int:
         """Drop one holder of each block, tails first, so that a tail is evicted before what it hangs on.
@@ -259,9 +295,13 @@ class BlockPool:
         assert entry is not None, f"{block} is cached and not registered"
         if entry.first_child is not None:
             before = self.empty.length
+            # Whoever holds a child holds its parent, so nobody holds any of these.
+            for lost in entry.subtree():
+                self._note_eviction(lost)
             self.unregister(block.block_id)
             self.num_evictions += self.empty.length - before
             return self.empty.popleft()
+        self._note_eviction(entry)
         self.index.remove(entry)
         owner.cached.remove(block)
         block.entry = None
@@ -270,6 +310,12 @@ class BlockPool:
         if owner.floor:
             self.protect(owner)
         return block
+
+    def _note_eviction(self, entry: PrefixEntry) -> None:
+        account = self.blocks[entry.block_id].account
+        assert account is not None, "a cached block is charged to nobody"
+        account.num_evicted += 1
+        account.evicted.add(entry)
 
     def _most_over_share(self, account: Account) -> Account | None:
         """Return the tenant to take a cached block from: any at or below its floor is exempt, but for its own use."""

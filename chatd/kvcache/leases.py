@@ -47,6 +47,7 @@ class Lease:
         table: Its KV.
         state: Whether it can be reclaimed, and how early.
         attached: Whether idle means `ATTACHED`.
+        idle_since: The pool's time at which its last turn ended.
         tier: Where most of its KV is, as its owner was told last.
         trim_to: It is cut to this length when its turn ends.
         chain: Of its first blocks, the links of the digests; made when first needed, never twice.
@@ -59,6 +60,7 @@ class Lease:
         "attached",
         "chain",
         "digests",
+        "idle_since",
         "lease_id",
         "next_dirty",
         "num_clean",
@@ -77,6 +79,7 @@ class Lease:
         self.table = table
         self.state = LeaseState.ACTIVE
         self.attached = False
+        self.idle_since = 0.0
         self.tier = "device"
         self.trim_to: int | None = None
         self.chain: list[bytes] = []
@@ -273,6 +276,8 @@ class LeaseTable:
         if lease.trim_to is not None:
             self.trim(lease, lease.trim_to)
             lease.trim_to = None
+        if lease.state not in (LeaseState.IDLE, LeaseState.ATTACHED):
+            lease.idle_since = self._pool.now
         self.used[lease.lease_id] = lease
         if self.is_below is not None and lease.table.num_computed_tokens // self._manager.block_size > lease.num_clean:
             self.dirty[lease.lease_id] = lease

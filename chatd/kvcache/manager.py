@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from chatd.kvcache.block import BlockId
-from chatd.kvcache.block_pool import SHARED, BlockPool
+from chatd.kvcache.block_pool import NOBODY, SHARED, Account, BlockPool
 from chatd.kvcache.block_table import BlockTable
 from chatd.kvcache.prefix_index import Namespace, NamespaceId, PrefixEntry, PrefixIndex
 
@@ -109,6 +109,7 @@ class KVCacheManager:
         for position in range(first * size, end * size, size):
             entry = self._find(table.namespace, parent, token_ids[position : position + size].tobytes())
             if entry is None:
+                self._note_wanted(table, parent, token_ids, range(position, end * size, size))
                 break
             found.append(entry.block_id)
             parent = entry
@@ -151,6 +152,23 @@ class KVCacheManager:
         states = self.pool.states
         return len(table.block_ids), sum(states[block_id] == SHARED for block_id in table.block_ids)
 
+    def bill(self, table: BlockTable) -> float:
+        """Return what a table has to answer for, in blocks: each that is shared is split among those who hold it.
+
+        Public blocks are nobody's. All bills, the public blocks with a holder, and what plans in flight alone hold are
+        together the active blocks. What one table says depends on its own namespace only.
+        """
+        states, owners, blocks = self.pool.states, self.pool.owners, self.pool.blocks
+        parts = 0.0
+        num_split = 0
+        for block_id in table.block_ids:
+            if owners[block_id] == NOBODY:
+                num_split += 1
+            elif states[block_id] == SHARED:
+                num_split += 1
+                parts += 1.0 / blocks[block_id].ref_count
+        return len(table.block_ids) - num_split + parts
+
     def num_missing_blocks(self, table: BlockTable, num_tokens: int, computed: Sequence[BlockId] = ()) -> int:
         """Blocks that `allocate_slots` with these arguments would take from the pool, found ones included."""
         if computed:
@@ -176,7 +194,7 @@ class KVCacheManager:
         must_copy = not computed and self._must_copy(table)
         kept = len(block_ids)
         if computed:
-            pool.hold(computed)
+            pool.hold_found(computed)
             kept = table.num_computed_tokens // self.block_size + len(computed)
         missing = -(-num_tokens // self.block_size) - kept + must_copy
         if missing:
@@ -273,21 +291,27 @@ class KVCacheManager:
     def forget_sequence(self, tenant: str | None, token_ids: array[int], first: int) -> int:
         """Take the blocks of a sequence, from the place `first` on, and all that hangs on them out of the index.
 
-        Public blocks stay. What somebody holds is theirs until they let go of it, and nobody else's.
+        Public blocks stay. What somebody holds is theirs until they let go of it, and nobody else's. That some of it
+        was evicted is forgotten as well.
 
         Returns:
             How many could be found and cannot any more.
         """
         namespace = self.index.namespace_id(self._base.of(tenant))
-        size, parent = self.block_size, None
-        for place in range(len(token_ids) // size):
+        size, end = self.block_size, len(token_ids) // self.block_size
+        parent: PrefixEntry | None = None
+        top: PrefixEntry | None = None
+        for place in range(end):
             entry = self._find(namespace, parent, token_ids[place * size : (place + 1) * size].tobytes())
             if entry is None:
-                return 0
-            if place >= first and entry.namespace == namespace:
-                return self.pool.unregister(entry.block_id)
+                serial = 0 if parent is None else parent.serial
+                rest = range(place * size, end * size, size)
+                self._take_evicted(namespace, self.pool.account(tenant), serial, token_ids, rest)
+                break
+            if top is None and place >= first and entry.namespace == namespace:
+                top = entry
             parent = entry
-        return 0
+        return 0 if top is None else self.pool.unregister(top.block_id)
 
     def poison(self, table: BlockTable) -> None:
         """Free a table whose KV is not to be trusted; none of its private blocks can be found again."""
@@ -340,6 +364,35 @@ class KVCacheManager:
             if entry is not None:
                 return entry
         return self.index.find(namespace, parent, tokens)
+
+    def _note_wanted(
+        self, table: BlockTable, parent: PrefixEntry | None, token_ids: array[int], positions: range
+    ) -> None:
+        """Count the blocks that would have been found after `parent` were they not evicted lately; each one once."""
+        public, own = self.pool.public, table.account
+        serial = 0 if parent is None else parent.serial
+        if public.evicted and (parent is None or parent.namespace == self._public):
+            num_blocks, serial = self._take_evicted(self._public, public, serial, token_ids, positions)
+            public.num_wanted_again += num_blocks
+            positions = positions[num_blocks:]
+        if own.evicted:
+            own.num_wanted_again += self._take_evicted(table.namespace, own, serial, token_ids, positions)[0]
+
+    def _take_evicted(
+        self, namespace: NamespaceId, account: Account, serial: int, token_ids: array[int], positions: range
+    ) -> tuple[int, int]:
+        """Forget that a sequence's blocks from `positions` on were evicted, as far as that is remembered.
+
+        Returns:
+            How many they are, and the serial that the last of them had.
+        """
+        for num_taken, position in enumerate(positions):
+            tokens = token_ids[position : position + self.block_size].tobytes()
+            taken = account.evicted.take(namespace, serial, tokens)
+            if taken is None:
+                return num_taken, serial
+            serial = taken
+        return len(positions), serial
 
     def _entry(self, table: BlockTable, place: int) -> PrefixEntry | None:
         """Return the entry of the table's block at `place`; none at the start of a sequence."""

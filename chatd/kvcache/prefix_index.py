@@ -87,6 +87,7 @@ class PrefixEntry:
         namespace: The interned namespace.
         parent: The entry of the block before it; None at the start of a sequence.
         tokens: Its tokens, four bytes each.
+        place: How many blocks of its sequence come before it.
         block_id: Where its KV is.
         key: What it is found under.
     """
@@ -99,6 +100,7 @@ class PrefixEntry:
         "next_in_key",
         "next_sibling",
         "parent",
+        "place",
         "previous_sibling",
         "serial",
         "tokens",
@@ -117,6 +119,7 @@ class PrefixEntry:
         self.namespace = namespace
         self.parent = parent
         self.tokens = tokens
+        self.place: int = 0 if parent is None else parent.place + 1
         self.block_id = block_id
         self.key = key
         self.next_in_key: PrefixEntry | None = None

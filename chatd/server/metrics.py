@@ -203,10 +203,13 @@ class _Scrape(Collector):
             CounterMetricFamily("chatd_generation_tokens", "Tokens generated.", labels=("tenant",)),
             CounterMetricFamily("chatd_prefix_cache_queries", "Prompt tokens looked up.", labels=("tenant",)),
             CounterMetricFamily("chatd_prefix_cache_hits", "Prompt tokens found computed.", labels=("tenant",)),
+            CounterMetricFamily(
+                "chatd_kv_cache_wanted_again", "Evicted blocks that a prompt asked for soon after.", labels=("tenant",)
+            ),
         )
         rows: dict[str, list[int]] = {}
         for row in frame.tenants:
-            sums = rows.setdefault(label(row.tenant), [0] * 6)
+            sums = rows.setdefault(label(row.tenant), [0] * 7)
             values = (
                 row.num_running,
                 row.num_waiting,
@@ -214,6 +217,7 @@ class _Scrape(Collector):
                 row.output_tokens,
                 row.prompt_tokens,
                 row.cached_tokens,
+                row.num_wanted_again,
             )
             for i, value in enumerate(values):
                 sums[i] += value

@@ -80,6 +80,7 @@ def test_every_place_where_a_token_can_stand_is_known() -> None:
         *("forget", "num_host_blocks", "num_disk_blocks"),
         *("num_joins", "num_held", "num_tokens", "move_s", "num_oversized_steps", "code", "message", "exit_code"),
         *("num_answered", "is_suspect"),
+        *("question", "first", "blocks", "num_public", "num_wanted_again"),
     }
     messages = (*FrontMessage.__args__, *EngineMessage.__args__)
     found = {field.name for message in messages for field in msgspec.structs.fields(message)}

@@ -49,7 +49,7 @@ async def test_the_names_are_vllms(start) -> None:
         async with open_http(running, running.key) as http:
             body = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}
             assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
-        rows = [TenantPool("acme", 3, 1, 1, 2, 100, 60, 9), TenantPool("made-up", 1, 0, 0, 0, 10, 5, 1)]
+        rows = [TenantPool("acme", 3, 1, 1, 2, 100, 60, 9, 1.0, 0, 9, 6), TenantPool("made-up", 1, 0, 0, 0, 10, 5, 1)]
         frame = PoolFrame(
             7, 10, 5, 1, 4, 0, 11, 1.0, 1, 2, rows, tiers=[TierPool(Tier.DISK, 100, 12, 20, 5, 1)], num_held=9
         )
@@ -70,6 +70,7 @@ async def test_the_names_are_vllms(start) -> None:
         assert samples["chatd_num_swapped_total", ()] == 2
         assert samples["chatd_num_joins_total", ()] == 15
         assert samples["chatd_kv_cache_evictions_total", ()] == 11
+        assert samples["chatd_kv_cache_wanted_again_total", acme] == 6
         assert samples["chatd_kv_cache_blocks_saved", ()] == 5
         assert samples["chatd_engine_move_seconds_total", ()] == 0.25
         disk = (("tier", "disk"),)

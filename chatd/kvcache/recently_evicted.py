@@ -1,0 +1,44 @@
+"""Which blocks of an account were evicted last, to tell whether one of them is wanted again.
+
+Keeps a number for each that is keyed by the process's own randomness: no tokens, and nothing to guess them by.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from chatd.kvcache.prefix_index import NamespaceId, PrefixEntry
+
+MAX_REMEMBERED = 4096
+"""Blocks that are remembered of each account; what was evicted longer ago than that is no news when it is wanted."""
+
+
+class RecentlyEvicted:
+    """The last blocks of one account that were evicted, each with the serial that its entry had.
+
+    The blocks of a sequence hang together by serials, so that the whole of what was lost can be followed from the first
+    block that is missing.
+
+    Args:
+        max_remembered: The oldest are forgotten beyond this many.
+    """
+
+    __slots__ = ("_max_remembered", "_serials")
+
+    def __init__(self, max_remembered: int = MAX_REMEMBERED) -> None:
+        self._max_remembered = max_remembered
+        self._serials: OrderedDict[int, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._serials)
+
+    def add(self, entry: PrefixEntry) -> None:
+        """Remember an entry that is taken out of the index to make room."""
+        parent = entry.parent
+        self._serials[hash((entry.namespace, 0 if parent is None else parent.serial, entry.tokens))] = entry.serial
+        if len(self._serials) > self._max_remembered:
+            self._serials.popitem(last=False)
+
+    def take(self, namespace: NamespaceId, parent_serial: int, tokens: bytes) -> int | None:
+        """Forget a block and return the serial that it had; None where it is not remembered."""
+        return self._serials.pop(hash((namespace, parent_serial, tokens)), None)

@@ -1,0 +1,54 @@
+"""What was evicted is remembered without its tokens, for a while, and followed along its sequence."""
+
+from array import array
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chatd.kvcache.block import BlockId
+from chatd.kvcache.prefix_index import NamespaceId, PrefixEntry
+from chatd.kvcache.recently_evicted import RecentlyEvicted
+
+ACME, BETA = NamespaceId(1), NamespaceId(2)
+
+
+def chain(length: int, namespace: NamespaceId = ACME, first_serial: int = 1) -> list[PrefixEntry]:
+    entries: list[PrefixEntry] = []
+    for place in range(length):
+        parent = entries[-1] if entries else None
+        tokens = array("i", [place]).tobytes()
+        entries.append(PrefixEntry(first_serial + place, namespace, parent, tokens, BlockId(place), b"k"))
+    return entries
+
+
+def test_a_sequence_is_followed_from_block_to_block_and_each_is_taken_once():
+    evicted = RecentlyEvicted()
+    for entry in reversed(chain(3)):
+        evicted.add(entry)
+    serial = 0
+    for place in range(3):
+        serial = evicted.take(ACME, serial, array("i", [place]).tobytes())
+        assert serial == place + 1
+    assert evicted.take(ACME, 0, array("i", [0]).tobytes()) is None
+    assert len(evicted) == 0
+
+
+def test_other_namespaces_parents_and_tokens_are_others():
+    evicted = RecentlyEvicted()
+    evicted.add(chain(1)[0])
+    assert evicted.take(BETA, 0, array("i", [0]).tobytes()) is None
+    assert evicted.take(ACME, 7, array("i", [0]).tobytes()) is None
+    assert evicted.take(ACME, 0, array("i", [1]).tobytes()) is None
+    assert len(evicted) == 1
+
+
+@given(st.integers(1, 20), st.integers(0, 60))
+def test_the_oldest_are_forgotten_beyond_the_bound(bound, length):
+    evicted = RecentlyEvicted(bound)
+    entries = [chain(1, first_serial=serial)[0] for serial in range(1, length + 1)]
+    for entry in entries:
+        entry.tokens = array("i", [entry.serial]).tobytes()
+        evicted.add(entry)
+    assert len(evicted) == min(bound, length)
+    kept = [entry.serial for entry in entries if evicted.take(ACME, 0, entry.tokens) is not None]
+    assert kept == [entry.serial for entry in entries][max(0, length - bound) :]
