@@ -194,6 +194,16 @@ class Connection:
         self._runner = None
         self._end(Unavailable("this client was closed", code="client_closed"))
 
+    async def wait_refused(self) -> None:
+        """Wait until the connection ends for good, as only a refusal or `close` makes it.
+
+        Raises:
+            ChatdError: Why it ended.
+        """
+        if self._runner is not None:
+            await asyncio.wait([self._runner])
+        raise self._state.error or Unavailable("this client was closed", code="client_closed")
+
     # State.
 
     @property

@@ -4,7 +4,7 @@
 name. Everything here is data; whoever uses a setting checks it against the machine.
 
 All of it can be had from here: what there is to set (`settings`), how it is merged (`loading`), where things are
-(`folders`), where a client connects (`connecting`), and what an address is (`addresses`).
+(`folders`), where a client connects (`connecting`, `servers`), and what an address is (`addresses`).
 """
 
 from chatd.config.addresses import DEFAULT_PORT, is_loopback, proxy_networks
@@ -20,6 +20,7 @@ from chatd.config.folders import (
     usual_keys_path,
 )
 from chatd.config.loading import CLIENT_VARIABLES, LoadedSettings, child_environment, leaves, load_settings
+from chatd.config.servers import Server, chosen_servers, read_servers, servers_path, single_server
 from chatd.config.settings import (
     BUILT_IN_MODEL,
     ENV_NESTED,
@@ -54,6 +55,7 @@ __all__ = [
     "ModelSettings",
     "PublicPromptSettings",
     "QuotaSettings",
+    "Server",
     "ServerSettings",
     "SessionSettings",
     "Settings",
@@ -61,6 +63,7 @@ __all__ = [
     "cache_dir",
     "check_key_transport",
     "child_environment",
+    "chosen_servers",
     "client_defaults",
     "config_dir",
     "disk_tier_directory",
@@ -74,6 +77,9 @@ __all__ = [
     "private_settings",
     "proxy_networks",
     "read_local_key",
+    "read_servers",
+    "servers_path",
+    "single_server",
     "state_dir",
     "usual_keys_path",
 ]

@@ -15,7 +15,7 @@ from chatd_tui.app import ChatApp
 from chatd_tui.messages import LinkChosen
 from chatd_tui.screens.found import FoundScreen
 from chatd_tui.screens.pool import session_table
-from chatd_tui.views import ItemView, SessionRow
+from chatd_tui.views import ItemView, ServerRow, SessionRow
 from chatd_tui.widgets.answer import AnswerMessage
 from chatd_tui.widgets.markdown_view import MarkdownView
 from chatd_tui.widgets.status import StatusView, TitleView
@@ -130,7 +130,7 @@ async def test_every_string_goes_through_every_widget_as_text(daemon: ScriptedDa
                 app.chat.status_line.view = StatusView("error", clean_line(text), clean_line(text))
                 app.chat.title_bar.view = TitleView(clean_line(text), clean_line(text), clean_line(text))
                 info = session_info(text)
-                app.chat.sessions.show([SessionRow.of(info, None)])
+                app.chat.sessions.show([ServerRow("", "connected", "connected", (SessionRow.of(info, None),))])
                 session_table([blocks(text)], 60)
                 assert app.chat.status_line.render().cell_length <= 90
         assert app.is_running

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import typer
 
 from chatd import local_daemon
 from chatd import protocol as p
+from chatd.config import Server
 from chatd.errors import EnvironmentProblem, InvalidRequest
 from chatd.local_daemon import check_can_start, daemon_url
 from chatd.testing.scripted_daemon import Script, ScriptedDaemon
@@ -109,28 +111,35 @@ class StartedDaemon:
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     log: list[str] = []
     StartedDaemon.log = log
+
+    def opened(servers: str | list[Server], key: str | None = None) -> None:
+        if isinstance(servers, str):
+            log.append(f"app {servers} {key}")
+        else:
+            log.extend(f"app {server.name}: {server.url} {server.read_key()}" for server in servers)
+
     monkeypatch.setattr(cli, "LocalDaemon", StartedDaemon)
     monkeypatch.setattr(cli, "_has_terminal", lambda: True)
-    monkeypatch.setattr(tui_app, "run_app", lambda url, key: log.append(f"app {url} {key}"))
+    monkeypatch.setattr(tui_app, "run_app", opened)
     monkeypatch.setenv("CHATD_KEY", "k")
     return log
 
 
 def test_it_offers_to_start_a_daemon_and_stops_it_at_the_end(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(typer, "confirm", lambda *_, **__: True)
-    cli.connect(NOBODY, None, False)
+    cli.connect(NOBODY)
     assert log == [f"start {NOBODY}", f"app {NOBODY} local", "stop"]
 
 
-def test_a_no_starts_nothing(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_no_starts_nothing_and_the_client_goes_on_trying(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(typer, "confirm", lambda *_, **__: False)
-    with pytest.raises(EnvironmentProblem) as caught:
-        cli.connect(NOBODY, None, False)
-    assert caught.value.hint == "start one with `chatd serve`"
-    assert log == []
+    cli.connect(NOBODY)
+    assert log == [f"app : {NOBODY} k"]
 
 
 def test_a_daemon_that_does_not_answer_elsewhere_cannot_be_started_here(log: list[str]) -> None:
@@ -141,11 +150,20 @@ def test_a_daemon_that_does_not_answer_elsewhere_cannot_be_started_here(log: lis
     assert log == []
 
 
-def test_without_the_server_it_says_what_to_install(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_server_nothing_is_offered_and_the_client_goes_on_trying(
+    log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(local_daemon.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem) as caught:
-        cli.connect(NOBODY, None, False)
+        check_can_start(NOBODY)
     assert "chatd[server]" in (caught.value.hint or "")
+    cli.connect(NOBODY)
+    assert log == [f"app : {NOBODY} k"]
+
+
+def test_several_servers_are_opened_in_one_list_and_nothing_is_started(log: list[str]) -> None:
+    cli.connect(None, ["here=127.0.0.1:9", "box=https://192.0.2.1:8790"])
+    assert log == ["app here: http://127.0.0.1:9 None", "app box: https://192.0.2.1:8790 None"]
 
 
 def test_a_websocket_address_is_asked_over_http() -> None:

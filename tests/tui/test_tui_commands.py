@@ -325,8 +325,9 @@ async def test_an_older_daemon_and_an_answer_in_progress_grey_what_cannot_be_don
             await pilot.press("escape", *"/fo")
             await wait_until(lambda: bool(app.chat.suggestions.view.rows))
             assert not app.chat.suggestions.view.rows[0].enabled
-            app._hello = p.Hello(
-                **{**{f: getattr(app._hello, f) for f in app._hello.__struct_fields__}, "caps": ["branch"]}
+            hello = app.daemons.shown.hello
+            app.daemons.shown.hello = p.Hello(
+                **{**{f: getattr(hello, f) for f in hello.__struct_fields__}, "caps": ["branch"]}
             )
             await type_line(pilot, "two")
             await wait_until(lambda: app.conversation.busy)

@@ -114,8 +114,9 @@ class Actions:
         self._start(self._fork(at, title[:MAX_TITLE] if title else None))
 
     async def _fork(self, at: ItemView | None, title: str | None) -> None:
-        created = await self._app.link.fork(at.id if at is not None else None, title)
-        await self._app.open_session(created.session.id)
+        link = self._app.link
+        created = await link.fork(at.id if at is not None else None, title)
+        await self._app.open_session(created.session.id, server=link.name)
         self._app.chat.status = status_text.forked(created)
 
     async def copy(self, argument: str) -> None:
@@ -164,7 +165,7 @@ class Actions:
     async def conversations(self, _: str) -> None:
         """Show or hide the list, as it is now: another screen may have begun or ended some."""
         self._app.chat.toggle_sessions()
-        self._start(self._app.link.refresh_sessions())
+        self._start(self._app.daemons.refresh())
 
     async def search(self, argument: str) -> None:
         """Find conversations."""

@@ -7,18 +7,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-import msgspec
 from textual.app import App
 from textual.binding import Binding, BindingType
 
 from chatd.clean import clean, clean_line
 from chatd.client import ConnectionPhase, ConnectionState
-from chatd.config import input_history_path, state_dir
+from chatd.config import Server, input_history_path, state_dir
 from chatd.errors import AuthenticationError, ChatdError
 from chatd.protocol import (
     AttachRole,
     Error,
-    Hello,
     PrefillState,
     RateLimitsUpdated,
     ResponseCompleted,
@@ -43,6 +41,7 @@ from chatd_tui.screens.found import FoundScreen
 from chatd_tui.screens.help import ConfirmScreen, HelpScreen, LinkScreen
 from chatd_tui.screens.pool import PoolScreen
 from chatd_tui.sending import Sending
+from chatd_tui.servers import Daemons
 from chatd_tui.theme import CHATD
 from chatd_tui.typing_ahead import TypingAhead
 from chatd_tui.views import MeterView, SessionRow
@@ -53,11 +52,11 @@ QUIT_WINDOW_S = 2.0
 
 
 class ChatApp(App[None]):
-    """The terminal client of one daemon.
+    """The terminal client of one daemon or several.
 
     Args:
-        url: Of the daemon.
-        key: Sent as a bearer token.
+        servers: The address of one, or all of them by name; the first one is on the screen at first.
+        key: Sent as a bearer token to the one that an address names.
         copies: The folder that keeps the last copied answer.
         history: What was sent before; in memory only, where none is given.
     """
@@ -72,7 +71,12 @@ class ChatApp(App[None]):
     ]
 
     def __init__(
-        self, url: str, key: str | None = None, *, copies: Path | None = None, history: InputHistory | None = None
+        self,
+        servers: str | Sequence[Server],
+        key: str | None = None,
+        *,
+        copies: Path | None = None,
+        history: InputHistory | None = None,
     ) -> None:
         super().__init__()
         recognize_alt_enter()
@@ -82,75 +86,72 @@ class ChatApp(App[None]):
         self.chat = ChatScreen()
         self.chat.composer.suggest = self._suggest
         self.chat.composer.sent = self._sent = history or InputHistory()
-        self.link = DaemonLink(url, key, self.post_message)
+        named = [Server("", servers, lambda: key)] if isinstance(servers, str) else servers
+        self.daemons = Daemons(named, self.post_message)
         self.conversation = Conversation(self.chat, self._draw_meter)
-        self.typing_ahead = TypingAhead(self.link.type_ahead, self._show_type_ahead)
+        self.typing_ahead = TypingAhead(
+            lambda text, after_s: self.link.type_ahead(text, after_s), self._show_type_ahead
+        )
         self.chat.composer.typed = self.typing_ahead.changed
         self._sending = Sending(self)
         self._actions = Actions(self, copies or state_dir())
-        self._hello: Hello | None = None
-        self._phase = ConnectionPhase.CONNECTING
-        self._sessions: list[SessionInfo] = []
         self._meter = MeterView()
         self._interrupted_at = float("-inf")
+
+    @property
+    def link(self) -> DaemonLink:
+        """To the daemon on the screen."""
+        return self.daemons.shown.link
 
     def on_mount(self) -> None:
         """Show the conversation and connect."""
         self.push_screen(self.chat)
-        self.run_worker(self.link.run(), name="link", exit_on_error=True)
+        self.run_worker(self.daemons.run(), name="links", exit_on_error=True)
         self.run_worker(self._sent.load, group="history", thread=True)
 
     async def on_unmount(self) -> None:
-        """End what the link still runs."""
-        await self.link.stop()
+        """End what the links still run."""
+        await self.daemons.stop()
 
     # News of the daemon.
 
     def on_connection_changed(self, message: messages.ConnectionChanged) -> None:
-        """Show where the connection stands."""
-        state, hello = message.state, message.hello
-        self._phase = state.phase
-        if hello is not None and hello is not self._hello:
-            self._hello = hello
-            model = hello.model
-            view = WelcomeView(clean_line(model.id, 60), model.context, model.blocks, model.block_size)
-            self.chat.transcript.update_welcome(view)
-            self._draw_meter(context_max=model.context)
-        self._draw_title(state)
-        if state.phase is ConnectionPhase.CLOSED and state.error is not None:
-            self.show_error(state.error)
-        elif state.phase is ConnectionPhase.CONNECTED and self.chat.status.kind in ("error", "warning"):
-            self.chat.status = StatusView()
+        """Show where a connection stands."""
+        is_new = self.daemons.changed(message)
+        if self.daemons.are_several:
+            self._draw_sessions()
+        if not self.daemons.is_shown(message):
+            return
+        if is_new:
+            self._draw_daemon()
+        self._draw_connection(message.state)
 
     def on_sessions_listed(self, message: messages.SessionsListed) -> None:
         """Show the sessions."""
-        self._sessions = message.sessions
+        self.daemons[message.server].sessions = message.sessions
         self._draw_sessions()
 
     async def on_session_opened(self, message: messages.SessionOpened) -> None:
         """Show a session from its snapshot on."""
         snapshot = message.attached.snapshot
-        if message.attached.session == self.link.session and snapshot is not None:
+        if self._is_on_screen(message, message.attached.session) and snapshot is not None:
             await self.conversation.show(snapshot)
             self._draw_title(None)
 
     async def on_session_news(self, message: messages.SessionNews) -> None:
         """Apply one event of the session on the screen."""
-        if message.session != self.link.session:
+        if not self._is_on_screen(message, message.session):
             return
         event = message.event
         if isinstance(event, PrefillState):
             self.typing_ahead.show(event)
             return
         if isinstance(event, SessionUpdated):
-            self._sessions = [event.info if info.id == event.info.id else info for info in self._sessions]
+            self.daemons.shown.note(event.info)
             self._draw_sessions()
             return
         if isinstance(event, SessionTier):
-            self._sessions = [
-                msgspec.structs.replace(info, tier=event.tier) if info.id == event.session else info
-                for info in self._sessions
-            ]
+            self.daemons.shown.note_tier(event.session, event.tier)
             self._draw_sessions()
         await self.conversation.apply(event)
         if isinstance(event, ResponseCompleted | ResponseIncomplete):
@@ -158,12 +159,14 @@ class ChatApp(App[None]):
 
     def on_session_lost(self, message: messages.SessionLost) -> None:
         """Let the next message begin a conversation."""
-        if self.link.session is None:
+        if self.daemons.is_shown(message) and self.link.session is None:
             self.typing_ahead.forget()
             self.conversation.lose(is_erased=message.is_erased)
 
     def on_pool_changed(self, message: messages.PoolChanged) -> None:
         """Show the pool, in the meter and on its page."""
+        if not self.daemons.is_shown(message):
+            return
         totals = message.state.totals
         self._draw_meter(blocks=totals.blocks, active=totals.active, cached=totals.cached, hit_rate=totals.hit_rate)
         if isinstance(self.screen, PoolScreen):
@@ -171,6 +174,8 @@ class ChatApp(App[None]):
 
     def on_noticed(self, message: messages.Noticed) -> None:
         """Show what concerns no session."""
+        if not self.daemons.is_shown(message):
+            return
         match message.event:
             case ServerDraining(deadline_s=deadline_s):
                 self.chat.status = StatusView("warning", f"the daemon stops within {deadline_s:.0f} s")
@@ -181,6 +186,8 @@ class ChatApp(App[None]):
 
     def on_refused(self, message: messages.Refused) -> None:
         """Show why something was not done, and give the text back."""
+        if message.text is None and not self.daemons.is_shown(message):
+            return
         self.show_error(message.error)
         if message.text is not None:
             self.chat.composer.take_back(message.text)
@@ -219,9 +226,10 @@ class ChatApp(App[None]):
     @property
     def context(self) -> Context:
         """What can be done now."""
+        hello = self.daemons.shown.hello
         return Context(
-            connected=self._phase is ConnectionPhase.CONNECTED and self._hello is not None,
-            caps=frozenset(self._hello.caps if self._hello is not None else ()),
+            connected=self.daemons.shown.is_connected,
+            caps=frozenset(hello.caps if hello is not None else ()),
             answering=self.conversation.busy,
             observer=self.link.role == "observer",
             exists=self.link.session is not None,
@@ -284,14 +292,21 @@ class ChatApp(App[None]):
 
     async def on_session_chosen(self, message: messages.SessionChosen) -> None:
         """Show another session, or a new one."""
-        await self.open_session(message.session)
+        await self.open_session(message.session, server=message.server)
 
-    async def open_session(self, session: str | None, role: AttachRole = "writer") -> None:
-        """Show a session, or a new one for None."""
+    async def open_session(
+        self, session: str | None, role: AttachRole = "writer", *, server: str | None = None
+    ) -> None:
+        """Show another session, or a new one for None; of the daemon on the screen where no other one is named."""
         self.typing_ahead.forget()
         await self.conversation.clear(empty=session is None)
         self.chat.close_overlay()
         self.chat.composer.focus()
+        if server is not None and server != self.link.name:
+            await self.daemons.show(server)
+            self._meter = MeterView()
+            self._draw_daemon()
+            self._draw_connection(self.daemons.shown.state)
         await self.link.open(session, role)
         self._draw_sessions()
         self._draw_title(None)
@@ -307,13 +322,14 @@ class ChatApp(App[None]):
 
     def open_pool(self) -> None:
         """Open the pool page."""
-        assert self._hello is not None
+        hello = self.daemons.shown.hello
+        assert hello is not None, "there is no pool without a daemon"
 
         async def closed(_: None) -> None:
             await self.link.unwatch_page()
 
-        has_map = "pool.map" in self._hello.caps
-        self.push_screen(PoolScreen(self._hello.model.block_size, has_map, self.link.watch_page), closed)
+        has_map = "pool.map" in hello.caps
+        self.push_screen(PoolScreen(hello.model.block_size, has_map, self.link.watch_page), closed)
 
     def open_help(self) -> None:
         """List the commands and keys."""
@@ -373,10 +389,28 @@ class ChatApp(App[None]):
         self._meter = MeterView(**{**fields, **known})
         self.chat.meter.view = self._meter
 
+    def _is_on_screen(self, news: messages.DaemonNews, session: str) -> bool:
+        return self.daemons.is_shown(news) and session == self.link.session
+
+    def _draw_connection(self, state: ConnectionState) -> None:
+        self._draw_title(state)
+        if state.phase is ConnectionPhase.CLOSED and state.error is not None:
+            self.show_error(state.error)
+        elif state.phase is ConnectionPhase.CONNECTED and self.chat.status.kind in ("error", "warning"):
+            self.chat.status = StatusView()
+
+    def _draw_daemon(self) -> None:
+        """Draw what there is to know of the daemon on the screen."""
+        hello = self.daemons.shown.hello
+        view = WelcomeView()
+        if hello is not None:
+            model = hello.model
+            view = WelcomeView(clean_line(model.id, 60), model.context, model.blocks, model.block_size)
+        self.chat.transcript.update_welcome(view)
+        self._draw_meter(context_max=view.context or None)
+
     def _draw_sessions(self) -> None:
-        ordered = sorted(self._sessions, key=lambda info: not info.pinned)
-        rows = [SessionRow.of(info, self.link.session) for info in ordered]
-        self.chat.sessions.show(rows)
+        self.chat.sessions.show(self.daemons.rows())
         self._draw_title(None)
 
     def _draw_title(self, state: ConnectionState | None) -> None:
@@ -385,25 +419,25 @@ class ChatApp(App[None]):
         phase, connection = before.phase, before.connection
         if state is not None:
             phase, connection = state.phase.value, status_text.connection_text(state)
-        hello = self._hello
-        # An archived one is in no list.
-        known = [*self._sessions, *([self.link.info] if self.link.info is not None else [])]
-        title = next((info.title for info in known if info.id == self.link.session), "")
+        hello = self.daemons.shown.hello
         bar.view = TitleView(
             model=clean_line(hello.model.id, 60) if hello else "",
             who=clean_line(hello.tenant if hello.tenant == hello.user else f"{hello.tenant}/{hello.user}", 60)
             if hello
             else "",
-            session=clean_line(title, 80),
+            session=clean_line(self.daemons.shown.title(), 80),
             phase=phase,
             connection=connection,
+            server=self.link.name if self.daemons.are_several else "",
         )
 
 
-def run_app(url: str, key: str | None = None, *, on_exit: Callable[[], None] | None = None) -> None:
-    """Run the client in this terminal until the person quits, then call `on_exit`."""
+def run_app(
+    servers: str | Sequence[Server], key: str | None = None, *, on_exit: Callable[[], None] | None = None
+) -> None:
+    """Run the client in this terminal until the person quits, then call `on_exit`; arguments as for `ChatApp`."""
     try:
-        ChatApp(url, key, history=InputHistory(input_history_path())).run()
+        ChatApp(servers, key, history=InputHistory(input_history_path())).run()
     finally:
         if on_exit is not None:
             on_exit()

@@ -1,8 +1,9 @@
-"""The `chatd-tui` command: connects to a daemon, or offers to start one for as long as the client is open."""
+"""The `chatd-tui` command: connects to daemons, or offers to start one for as long as the client is open."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Annotated, NoReturn
 
 import typer
@@ -11,7 +12,7 @@ from rich.markup import escape
 
 import chatd
 from chatd.clean import clean
-from chatd.config import check_key_transport, client_defaults
+from chatd.config import Server, check_key_transport, chosen_servers
 from chatd.errors import ChatdError, EnvironmentProblem, InvalidRequest, StartupError
 from chatd.local_daemon import LocalDaemon, check_can_start, daemon_url, readiness
 
@@ -45,17 +46,22 @@ def _show_version(wanted: bool) -> None:
 @app.command()
 def connect(
     url: Annotated[
-        str | None, typer.Argument(metavar="[URL]", help="Of the daemon (default: CHATD_URL, or this machine).")
+        str | None,
+        typer.Argument(metavar="[URL]", help="Of the daemon (default: CHATD_URL, servers.toml, or this machine)."),
+    ] = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[=URL]", help="One more in the same list; a NAME alone is one of servers.toml."),
     ] = None,
     key: Annotated[str | None, typer.Option(help="Default: CHATD_KEY, or this machine's local key.")] = None,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Talk to a chatd daemon in the terminal."""
-    address = daemon_url(client_defaults(url).url)
-    key = key or client_defaults(address).key
-    check_key_transport(address, key)
+    """Talk to a chatd daemon, or to several, in the terminal."""
+    servers = [replace(chosen, url=daemon_url(chosen.url)) for chosen in chosen_servers(url, server or (), key)]
+    if len(servers) == 1:
+        check_key_transport(servers[0].url, servers[0].read_key())
     if not _has_terminal():
         raise EnvironmentProblem(
             "chatd-tui needs a terminal",
@@ -63,18 +69,28 @@ def connect(
         )
     from chatd_tui.app import run_app
 
-    if readiness(address) is not None:
-        run_app(address, key)
+    if len(servers) > 1 or not _wants_to_start(servers[0]):
+        # Where nobody answers yet, the client says what to do about it and goes on trying.
+        run_app(servers)
         return
-    check_can_start(address)
-    if not typer.confirm(f"No daemon answers at {address}. Start one here, for as long as you chat?", default=True):
-        raise EnvironmentProblem(f"no daemon answers at {address}", hint="start one with `chatd serve`")
-    with LocalDaemon(address) as daemon:
+    with LocalDaemon(servers[0].url) as daemon:
         with notices.status("starting") as status:
             daemon.wait_ready(
                 lambda phase, done: status.update(f"{escape(phase)} {done:.0%}" if done else escape(phase))
             )
-        run_app(address, daemon.key)
+        run_app(daemon.url, daemon.key)
+
+
+def _wants_to_start(server: Server) -> bool:
+    """Ask whether to start a daemon, where none answers and one can be started here."""
+    if readiness(server.url) is not None:
+        return False
+    try:
+        check_can_start(server.url)
+    except EnvironmentProblem:
+        return False
+    question = f"No daemon answers at {server.url}. Start one here, for as long as you chat?"
+    return typer.confirm(question, default=True)
 
 
 def _has_terminal() -> bool:

@@ -9,10 +9,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from textual.message import Message
-
 from chatd.clean import clean_line
 from chatd.client import Client, ConnectionPhase, ConnectionState, Session
+from chatd.config import Server
 from chatd.errors import ChatdError, InvalidRequest, NotFound
 from chatd.protocol import (
     AttachRole,
@@ -28,6 +27,7 @@ from chatd.protocol import (
 )
 from chatd_tui.messages import (
     ConnectionChanged,
+    DaemonNews,
     Noticed,
     PoolChanged,
     Refused,
@@ -39,6 +39,8 @@ from chatd_tui.messages import (
 
 METER_HZ = 1.0
 PAGE_HZ = 4.0
+KEY_POLL_S = 1.0
+"""How often a key that a daemon refused is looked at: a daemon that is started writes a new one."""
 TITLE_LENGTH = 60
 
 
@@ -61,24 +63,29 @@ class DaemonLink:
     """One person's connection to one daemon, with at most one session on the screen.
 
     Args:
-        url: Of the daemon.
-        key: Sent as a bearer token.
+        server: Which daemon, and where its key is.
         post: Takes every message, in the event loop.
+        is_shown: Whether it is on the screen, where there are others.
 
     Attributes:
+        name: Of the daemon among others.
+        url: Where it listens.
         draft: What the next new session begins with.
     """
 
-    def __init__(self, url: str, key: str | None, post: Callable[[Message], object]) -> None:
-        self.url = url
-        self._key = key
-        self._post = post
+    def __init__(self, server: Server, post: Callable[[DaemonNews], object], *, is_shown: bool = True) -> None:
+        self.name = server.name
+        self.url = server.url
+        self.draft = Draft()
+        self._read_key = server.read_key
+        self._take = post
         self._client: Client | None = None
         self._session: str | None = None
         self._role: AttachRole = "writer"
-        self.draft = Draft()
+        self._is_shown = is_shown
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._connected = asyncio.Event()
+        self._again = asyncio.Event()
 
     @property
     def session(self) -> str | None:
@@ -102,22 +109,42 @@ class DaemonLink:
         return self._client.hello if self._client is not None and self._connected.is_set() else None
 
     async def run(self) -> None:
-        """Stay connected until cancelled, or until the daemon refuses for good."""
+        """Stay connected until cancelled. What refused for good is tried again when asked to, or with another key."""
         try:
-            client = Client(
-                self.url, key=self._key, wait_s=math.inf, on_state=self._on_state, on_notice=self._on_notice
-            )
-            self._client = client
-            async with client:
-                self._connected.set()
-                self._on_state(client.state)
-                self._start("meter", self._watch_pool(METER_HZ, "summary", 1024))
-                await asyncio.Event().wait()
-        except ChatdError as error:
-            self._on_state(ConnectionState(ConnectionPhase.CLOSED, error=error))
+            while True:
+                self._again.clear()
+                key: str | None = None
+                try:
+                    key = await asyncio.to_thread(self._read_key)
+                    await self._stay_connected(key)
+                except ChatdError as error:
+                    self._connected.clear()
+                    await self.stop()
+                    self._on_state(ConnectionState(ConnectionPhase.CLOSED, error=error))
+                await self._worth_another_try(key)
         finally:
             self._connected.clear()
             await self.stop()
+
+    async def _stay_connected(self, key: str | None) -> None:
+        client = Client(self.url, key=key, wait_s=math.inf, on_state=self._on_state, on_notice=self._on_notice)
+        self._client = client
+        async with client:
+            self._connected.set()
+            self._on_state(client.state)
+            if self._is_shown:
+                self._start("meter", self._watch_pool(METER_HZ, "summary", 1024))
+            if self._session is not None:
+                self._start("follow", self._follow(self._session))
+            await client.wait_refused()
+
+    async def _worth_another_try(self, key: str | None) -> None:
+        while not self._again.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._again.wait(), KEY_POLL_S)
+            with contextlib.suppress(ChatdError):
+                if await asyncio.to_thread(self._read_key) != key:
+                    return
 
     async def stop(self) -> None:
         """End every task of this link."""
@@ -126,6 +153,19 @@ class DaemonLink:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def show(self) -> None:
+        """Come to the screen."""
+        self._is_shown = True
+        if self._connected.is_set():
+            self._start("meter", self._watch_pool(METER_HZ, "summary", 1024))
+
+    async def hide(self) -> None:
+        """Leave the screen: what is not shown follows no session and no pool."""
+        self._is_shown = False
+        await self.open(None)
+        await self._end("meter")
+        await self._end("page")
 
     # What the person does.
 
@@ -231,10 +271,15 @@ class DaemonLink:
 
     def retry_now(self) -> None:
         """Try to connect at once."""
+        self._again.set()
         if self._client is not None:
             self._client.retry_now()
 
     # Tasks.
+
+    def _post(self, message: DaemonNews) -> None:
+        message.server = self.name
+        self._take(message)
 
     def _start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` as the one task of this name, in place of the one before it."""

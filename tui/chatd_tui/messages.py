@@ -9,7 +9,13 @@ from chatd.errors import ChatdError
 from chatd.protocol import Event, Hello, SessionAttached, SessionInfo
 
 
-class ConnectionChanged(Message):
+class DaemonNews(Message):
+    """What a daemon has to say; `server` is its name, "" for the only one. Its link sets that."""
+
+    server = ""
+
+
+class ConnectionChanged(DaemonNews):
     """The connection came, went or waits."""
 
     def __init__(self, state: ConnectionState, hello: Hello | None) -> None:
@@ -18,7 +24,7 @@ class ConnectionChanged(Message):
         self.hello = hello
 
 
-class SessionsListed(Message):
+class SessionsListed(DaemonNews):
     """The person's sessions, last used first."""
 
     def __init__(self, sessions: list[SessionInfo]) -> None:
@@ -26,7 +32,7 @@ class SessionsListed(Message):
         self.sessions = sessions
 
 
-class SessionOpened(Message):
+class SessionOpened(DaemonNews):
     """A session is shown from its snapshot on; also when a restarted daemon replaces what was shown."""
 
     def __init__(self, attached: SessionAttached) -> None:
@@ -34,7 +40,7 @@ class SessionOpened(Message):
         self.attached = attached
 
 
-class SessionNews(Message):
+class SessionNews(DaemonNews):
     """One event of the session on the screen."""
 
     def __init__(self, session: str, event: Event) -> None:
@@ -43,7 +49,7 @@ class SessionNews(Message):
         self.event = event
 
 
-class SessionLost(Message):
+class SessionLost(DaemonNews):
     """The daemon no longer has the session on the screen; `is_erased` where somebody erased it just now."""
 
     def __init__(self, session: str, *, is_erased: bool = False) -> None:
@@ -52,7 +58,7 @@ class SessionLost(Message):
         self.is_erased = is_erased
 
 
-class PoolChanged(Message):
+class PoolChanged(DaemonNews):
     """The pool at a later step."""
 
     def __init__(self, state: PoolState) -> None:
@@ -60,7 +66,7 @@ class PoolChanged(Message):
         self.state = state
 
 
-class Noticed(Message):
+class Noticed(DaemonNews):
     """An event of no session: draining, rate limits, an error of nobody's command."""
 
     def __init__(self, event: Event) -> None:
@@ -68,7 +74,7 @@ class Noticed(Message):
         self.event = event
 
 
-class Refused(Message):
+class Refused(DaemonNews):
     """A command failed; `text` is what the person wrote, to give it back."""
 
     def __init__(self, error: ChatdError, text: str | None = None) -> None:
@@ -104,11 +110,12 @@ class BranchChosen(Message):
 
 
 class SessionChosen(Message):
-    """The person picks a session; None is a new one."""
+    """The person picks a session of a server; None is a new one there."""
 
-    def __init__(self, session: str | None) -> None:
+    def __init__(self, session: str | None, server: str = "") -> None:
         super().__init__()
         self.session = session
+        self.server = server
 
 
 class LinkChosen(Message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from chatd.clean import clean_line
 from chatd.client import ConnectionPhase, ConnectionState
+from chatd.errors import AuthenticationError
 from chatd.protocol import ContextPolicy, EraseReceipt, SessionCreated, SessionTier, SessionTruncated, Snapshot
 from chatd_tui.views import WAIT_REASONS, short_number
 from chatd_tui.widgets.status import StatusView
@@ -36,6 +37,19 @@ def connection_text(state: ConnectionState) -> str:
             return f"{reason}, again in {state.retry_in_s:.0f} s" if state.retry_in_s >= 1 else reason
         case ConnectionPhase.CLOSED:
             return "not connected"
+
+
+def connection_word(state: ConnectionState) -> str:
+    """Say where the connection stands in a word or two, beside a daemon's name."""
+    match state.phase:
+        case ConnectionPhase.CONNECTED:
+            return "connected"
+        case ConnectionPhase.CLOSED:
+            return "wrong key" if isinstance(state.error, AuthenticationError) else "refused"
+        case _:
+            if state.error is None:
+                return "connecting"
+            return "loading" if state.error.error_code == "loading" else "no connection"
 
 
 def queued(position: int, why: str) -> StatusView:

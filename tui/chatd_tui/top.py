@@ -10,6 +10,7 @@ from textual.binding import Binding, BindingType
 from textual.widgets import Static
 
 from chatd.client import ConnectionPhase
+from chatd.config import Server
 from chatd.errors import ChatdError
 from chatd_tui import messages
 from chatd_tui.link import DaemonLink
@@ -36,7 +37,7 @@ class PoolApp(App[ChatdError | None]):
         super().__init__()
         self.register_theme(CHATD)
         self.theme = CHATD.name
-        self.link = DaemonLink(url, key, self.post_message)
+        self.link = DaemonLink(Server("", url, lambda: key), self.post_message)
         self.page: PoolScreen | None = None
 
     def compose(self) -> ComposeResult:

@@ -95,6 +95,25 @@ class SessionRow:
         return cls(info.id, clean_line(info.title, 80) or "untitled", detail, info.busy, info.id == current)
 
 
+@dataclass(frozen=True)
+class ServerRow:
+    """One daemon of the list and the person's sessions there.
+
+    Attributes:
+        name: "" where it is the only one.
+        phase: Of the connection.
+        connection: The same in a word or two.
+        sessions: In the order in which they are listed.
+        is_shown: Whether it is the one on the screen.
+    """
+
+    name: str
+    phase: str
+    connection: str
+    sessions: tuple[SessionRow, ...]
+    is_shown: bool = True
+
+
 def tier_word(tier: str) -> str:
     """Say where a conversation's KV is."""
     return TIERS.get(tier, clean_line(tier, 12))

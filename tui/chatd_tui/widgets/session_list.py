@@ -1,4 +1,4 @@
-"""The person's sessions, last used first."""
+"""The person's sessions, last used first, under the names of their daemons where these are several."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
 from chatd_tui.messages import SessionChosen
-from chatd_tui.views import SessionRow
+from chatd_tui.views import ServerRow, SessionRow
 
-NEW_ID = "+new"
+NEW = "+"
+"""Stands for a new session where ids of options have a session's."""
+
+PHASES = {"connected": ("● ", "$success"), "closed": ("✕ ", "$error")}
+WIDTH = 27
 
 
 class SessionList(OptionList):
-    """Draws `SessionRow`s; says `SessionChosen`."""
+    """Draws `ServerRow`s; says `SessionChosen`."""
 
     DEFAULT_CSS = """
     SessionList {
@@ -29,40 +33,60 @@ class SessionList(OptionList):
     """
 
     def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(_new_option(), id=id, markup=False)
-        self._rows: tuple[SessionRow, ...] = ()
+        super().__init__(_new_option(""), id=id, markup=False)
+        self._rows: tuple[ServerRow, ...] = ()
 
-    def show(self, rows: Sequence[SessionRow]) -> None:
+    def show(self, rows: Sequence[ServerRow]) -> None:
         """Draw these rows; the highlighted session stays highlighted."""
         if tuple(rows) == self._rows:
             return
         chosen = self.highlighted_option.id if self.highlighted_option else None
         self._rows = tuple(rows)
+        options: list[Option] = []
+        current = ""
+        for server in rows:
+            if len(rows) > 1:
+                options.append(_server_option(server))
+            options.append(_new_option(server.name))
+            options += [_option(server.name, row) for row in server.sessions]
+            if server.is_shown:
+                current = _id(server.name, next((row.id for row in server.sessions if row.current), NEW))
         self.clear_options()
-        self.add_options([_new_option(), *(_option(row) for row in rows)])
-        ids = [NEW_ID, *(row.id for row in rows)]
-        current = next((row.id for row in rows if row.current), NEW_ID)
+        self.add_options(options)
+        ids = [option.id for option in options]
         if not self.has_focus or chosen not in ids:
             chosen = current
-        self.highlighted = ids.index(chosen)
+        self.highlighted = ids.index(chosen) if chosen in ids else None
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         """Tell which session is wanted."""
         event.stop()
-        self.post_message(SessionChosen(None if event.option.id == NEW_ID else event.option.id))
+        server, _, session = (event.option.id or "").partition("/")
+        self.post_message(SessionChosen(None if session == NEW else session, server))
 
 
-def _new_option() -> Option:
-    return Option(Content.styled("+ New conversation", "bold $primary"), id=NEW_ID)
+def _id(server: str, session: str) -> str:
+    return f"{server}/{session}"
 
 
-def _option(row: SessionRow) -> Option:
+def _server_option(row: ServerRow) -> Option:
+    mark = PHASES.get(row.phase, ("◌ ", "$warning"))
+    state = "" if row.phase == "connected" else f"  {row.connection}"
+    name = Content.assemble(mark, (row.name, "bold" if row.is_shown else ""), (state, "$muted"))
+    return Option(name.truncate(WIDTH, ellipsis=True), disabled=True)
+
+
+def _new_option(server: str) -> Option:
+    return Option(Content.styled("+ New conversation", "bold $primary"), id=_id(server, NEW))
+
+
+def _option(server: str, row: SessionRow) -> Option:
     mark = ("● ", "$success") if row.busy else ("▸ ", "$primary") if row.current else ("  ", "")
     title = Content.assemble(mark, (row.title, "bold" if row.current else ""))
     prompt = Content("\n").join(
         [
-            title.truncate(27, ellipsis=True),
-            Content.styled("  " + row.detail, "$muted").truncate(27, ellipsis=True),
+            title.truncate(WIDTH, ellipsis=True),
+            Content.styled("  " + row.detail, "$muted").truncate(WIDTH, ellipsis=True),
         ]
     )
-    return Option(prompt, id=row.id)
+    return Option(prompt, id=_id(server, row.id))

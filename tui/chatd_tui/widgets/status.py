@@ -32,13 +32,14 @@ class StatusView:
 
 @dataclass(frozen=True)
 class TitleView:
-    """The title line: the model, who one is, the session, the connection."""
+    """The title line: the daemon where there are several, the model, who one is, the session, the connection."""
 
     model: str = ""
     who: str = ""
     session: str = ""
     phase: str = "connecting"
     connection: str = "connecting"
+    server: str = ""
 
 
 class StatusLine(Widget):
@@ -78,6 +79,8 @@ class TitleBar(Widget):
         mark, style = {"connected": ("●", "$success"), "closed": ("✕", "$error")}.get(view.phase, ("◌", "$warning"))
         right = Content.assemble((f"{mark} ", style), (view.connection, "$muted"))
         parts = [Content.styled("chatd", "bold $primary")]
+        if view.server:
+            parts.append(Content.styled(view.server, "bold"))
         if view.model:
             parts.append(Content.styled(view.model, ""))
         if view.who:

@@ -1,0 +1,139 @@
+"""The daemons that the terminal is connected to: what is known of each, and which one is on the screen.
+
+Each has a link of its own, so that one that is away disturbs no other. No widgets here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from chatd.client import ConnectionPhase, ConnectionState
+from chatd.config import Server
+from chatd.protocol import Hello, SessionInfo
+from chatd_tui import status_text
+from chatd_tui.link import DaemonLink
+from chatd_tui.messages import ConnectionChanged, DaemonNews
+from chatd_tui.views import ServerRow, SessionRow
+
+
+class Daemon:
+    """One daemon as it was last heard of.
+
+    Attributes:
+        link: To it.
+        state: Of the connection.
+        hello: What it said of itself, once it did.
+        sessions: The person's, last used first.
+    """
+
+    def __init__(self, server: Server, post: Callable[[DaemonNews], object], *, is_shown: bool) -> None:
+        self.link = DaemonLink(server, post, is_shown=is_shown)
+        self.state = ConnectionState(ConnectionPhase.CONNECTING)
+        self.hello: Hello | None = None
+        self.sessions: list[SessionInfo] = []
+
+    @property
+    def name(self) -> str:
+        """Stands above its conversations."""
+        return self.link.name
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether it can be told anything now."""
+        return self.state.phase is ConnectionPhase.CONNECTED and self.hello is not None
+
+    def note(self, session: SessionInfo) -> None:
+        """Take another description of a session that is listed."""
+        self.sessions = [session if info.id == session.id else info for info in self.sessions]
+
+    def note_tier(self, session: str, tier: str) -> None:
+        """Take where a session's KV is now."""
+        moved = [info for info in self.sessions if info.id == session]
+        if moved:
+            self.note(msgspec.structs.replace(moved[0], tier=tier))
+
+    def title(self) -> str:
+        """Return the title of its session on the screen, "" where it has none."""
+        # An archived one is in no list.
+        known = [*self.sessions, *([self.link.info] if self.link.info is not None else [])]
+        return next((info.title for info in known if info.id == self.link.session), "")
+
+
+class Daemons:
+    """All of them; there is at least one.
+
+    Args:
+        servers: In the order in which they are listed; the first one is on the screen at first.
+        post: Takes what they have to say.
+
+    Attributes:
+        shown: The one whose session is on the screen, or would be.
+    """
+
+    def __init__(self, servers: Sequence[Server], post: Callable[[DaemonNews], object]) -> None:
+        first = servers[0]
+        self._all = {server.name: Daemon(server, post, is_shown=server is first) for server in servers}
+        self.shown = self._all[first.name]
+
+    def __iter__(self) -> Iterator[Daemon]:
+        return iter(self._all.values())
+
+    def __getitem__(self, name: str) -> Daemon:
+        return self._all[name]
+
+    @property
+    def are_several(self) -> bool:
+        """Whether a name is needed to tell them apart."""
+        return len(self._all) > 1
+
+    async def run(self) -> None:
+        """Stay connected to all of them until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for daemon in self:
+                group.create_task(daemon.link.run())
+
+    async def stop(self) -> None:
+        """End every task of every link."""
+        for daemon in self:
+            await daemon.link.stop()
+
+    async def show(self, name: str) -> None:
+        """Bring another daemon to the screen, without a session; the one that was there is left."""
+        before, self.shown = self.shown, self._all[name]
+        await before.link.hide()
+        await self.shown.link.show()
+
+    def is_shown(self, news: DaemonNews) -> bool:
+        """Whether this comes from the daemon on the screen."""
+        return news.server == self.shown.name
+
+    def changed(self, news: ConnectionChanged) -> bool:
+        """Note where a connection stands; return whether its daemon said hello anew."""
+        daemon = self._all[news.server]
+        daemon.state = news.state
+        if news.hello is None or news.hello is daemon.hello:
+            return False
+        daemon.hello = news.hello
+        return True
+
+    async def refresh(self) -> None:
+        """Read every list of sessions again."""
+        await asyncio.gather(*(daemon.link.refresh_sessions() for daemon in self))
+
+    def rows(self) -> list[ServerRow]:
+        """Return the list of conversations, pinned ones first, by daemon."""
+        return [self._row(daemon) for daemon in self]
+
+    def _row(self, daemon: Daemon) -> ServerRow:
+        current = daemon.link.session if daemon is self.shown else None
+        ordered = sorted(daemon.sessions, key=lambda info: not info.pinned)
+        return ServerRow(
+            daemon.name,
+            daemon.state.phase.value,
+            status_text.connection_word(daemon.state),
+            tuple(SessionRow.of(info, current) for info in ordered),
+            is_shown=daemon is self.shown,
+        )
