@@ -238,7 +238,7 @@ async def test_sessions_are_renamed_pinned_archived_and_found(
             await wait_until(lambda: app.link.session is None)
             await talk(app, pilot, wait_until, "about lakes")
             await wait_until(lambda: app.chat.sessions.option_count == 3)
-            assert app.chat.sessions.get_option_at_index(1).id == first
+            assert app.chat.sessions.get_option_at_index(1).id == f"/{first}"
             await type_line(pilot, "/archive")
             await wait_until(lambda: app.chat.status.text.startswith("archived"))
             await wait_until(lambda: app.chat.sessions.option_count == 2)
