@@ -11,7 +11,7 @@ import contextlib
 import json
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TextIO
 
 import msgspec
@@ -21,7 +21,8 @@ from rich.markup import escape
 from chatd.clean import clean, clean_line
 from chatd.client import Client, ConnectionPhase, ConnectionState, Session, Turn
 from chatd.errors import ChatdError, Conflict, EngineError, EnvironmentProblem, NotFound, Unavailable
-from chatd.protocol import OutputTextDelta, ResponsePrefill, ResponseQueued, SessionAttached, SessionInfo
+from chatd.protocol import OutputTextDelta, Params, ResponsePrefill, ResponseQueued, SessionAttached, SessionInfo
+from chatd.titles import title_of
 
 ANSWERED = 0
 CUT_SHORT = 6
@@ -31,7 +32,6 @@ NOBODY_READS = 141
 LAST = "last"
 LOADING_WAIT_S = 600.0
 RECONNECT_WAIT_S = 60.0
-TITLE_LENGTH = 60
 MAX_SESSIONS = 5000
 _COMPLETED = ("stop", "stop_string")
 _SESSION_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
@@ -45,12 +45,14 @@ class Question:
         text: The message.
         session: The id or title of the conversation that it goes on in, or "last"; None begins one.
         system: The conversation's system prompt from here on.
+        params: The parameters of this answer, over the conversation's.
         as_json: Write one JSON object at the end in place of the text as it comes.
     """
 
     text: str
     session: str | None = None
     system: str | None = None
+    params: Params = field(default_factory=Params)
     as_json: bool = False
 
 
@@ -108,7 +110,7 @@ class _Asking:
             self._status.start()
         async with Client(url, key=key, wait_s=LOADING_WAIT_S, on_state=self._on_state) as client:
             self._session = session = await self._open(client)
-            self._turn = turn = session.say(self._question.text)
+            self._turn = turn = session.say(self._question.text, params=self._question.params)
             try:
                 await self._follow(turn)
                 if self._question.as_json:
@@ -128,7 +130,7 @@ class _Asking:
         """Begin a conversation, or attach to the one that was named."""
         question = self._question
         if question.session is None:
-            return await client.create_session(system=question.system, title=clean_line(question.text, TITLE_LENGTH))
+            return await client.create_session(system=question.system, title=title_of(question.text))
         session = await _attached(client, question.session)
         if question.system is not None:
             await client.update_session(session.id, system=question.system)

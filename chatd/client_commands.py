@@ -7,9 +7,9 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import typer
@@ -18,6 +18,9 @@ from rich.markup import escape
 
 from chatd.config import check_key_transport, client_defaults
 from chatd.errors import EnvironmentProblem, InvalidRequest
+
+if TYPE_CHECKING:
+    from chatd.protocol import Params
 
 notices = Console(stderr=True)
 
@@ -34,6 +37,10 @@ def ask(
         str | None, typer.Option(help="Go on in this conversation: its id, its title, or `last`.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="The conversation's system prompt from here on.")] = None,
+    params: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="A parameter of this answer, such as temperature=0.7."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object: text, reason, usage, timings and ids.")
     ] = False,
@@ -44,6 +51,7 @@ def ask(
     key: KeyOption = None,
 ) -> None:
     """Ask one question and print the answer as it comes."""
+    own = _params(params or ())
     text = _question_text(" ".join(question or ()), _piped_text())
     address, key = _daemon(url, key)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -52,7 +60,7 @@ def ask(
     with _running(address, key, start) as (address, key):
         from chatd.asking import NOBODY_READS, Question, ask_daemon
 
-        asked = Question(text, session=session, system=system, as_json=as_json)
+        asked = Question(text, session=session, system=system, params=own, as_json=as_json)
         exit_code = asyncio.run(ask_daemon(address, key, asked, sys.stdout, notices))
         if exit_code == NOBODY_READS:
             _discard_output()
@@ -97,6 +105,24 @@ def _print_pool(address: str, key: str | None, as_json: bool) -> None:
         typer.echo(json.dumps(as_builtins(hello, state)).replace("\x7f", "\\u007f"))
     else:
         Console(highlight=False).print(as_tables(hello, state))
+
+
+def _params(typed: Sequence[str]) -> Params:
+    """Return what `--set` says, each of them one parameter.
+
+    Raises:
+        BadParameter: A name or a value is wrong.
+    """
+    from chatd.protocol import Params
+    from chatd.typed_params import changed
+
+    params = Params()
+    try:
+        for pair in typed:
+            params = changed(params, pair)
+    except InvalidRequest as error:
+        raise typer.BadParameter(f"--set: {error.message}{f' ({error.hint})' if error.hint else ''}") from None
+    return params
 
 
 def _question_text(typed: str, piped: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -117,6 +116,7 @@ def sessions_export(
 ) -> None:
     """Write a conversation as Markdown, JSON or HTML."""
     from chatd.session_files import RENDERERS
+    from chatd.transcript_file import write_new
 
     with _reading(directory, config) as reader:
         text = RENDERERS[file_format](*_load(reader, session))
@@ -124,9 +124,7 @@ def sessions_export(
         _print(text, end="")
         return
     try:
-        descriptor = os.open(to, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        write_new(to, text)
     except OSError as error:
         raise EnvironmentProblem(f"{to} cannot be written: {error.strerror}") from None
     notices.print(f"wrote {to}", highlight=False, markup=False, soft_wrap=True)

@@ -1,12 +1,10 @@
-"""Conversations as files: Markdown and HTML to read, JSON to take along. Knows no journal and no terminal.
+"""The journal's conversations as files: Markdown and HTML to read, as `transcript_file` has them, JSON to take along.
 
-Whatever is read by people is cleaned of characters that a terminal obeys, and HTML escapes all of it. JSON is exact:
-the whole tree with its token ids, in ASCII.
+JSON is exact: the whole tree with its token ids, in ASCII. Knows no journal and no terminal.
 """
 
 from __future__ import annotations
 
-import html
 import json
 import re
 import secrets
@@ -16,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from chatd.clean import clean, clean_line
+from chatd import transcript_file
 from chatd.errors import InvalidRequest
 from chatd.journal.records import ID_TYPE, MessageRecord, SessionRecord
 
@@ -24,16 +22,9 @@ FORMAT = "chatd.session"
 VERSION = 1
 Format = Literal["md", "json", "html"]
 _ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
-_NAMES = {"user": "You", "assistant": "Assistant", "system": "System"}
 _MAX_TIME = 253402300800.0
 """The year 10000, in Unix seconds."""
 _IN_PROGRESS = "(the answer is in progress)"
-_STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:46rem;margin:2rem auto;padding:0 1rem}"
-    "h2{font-size:1rem;margin:1.5rem 0 .25rem;color:#666}"
-    "pre{font:inherit;white-space:pre-wrap;overflow-wrap:anywhere;margin:0}"
-    ".user pre{background:#f2f2f2;padding:.5rem .75rem;border-radius:.5rem}"
-)
 
 
 class SessionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,35 +55,21 @@ def path_to_head(session: SessionRecord, messages: Sequence[MessageRecord]) -> l
 
 
 def as_markdown(session: SessionRecord, messages: Sequence[MessageRecord]) -> str:
-    """Return the path to the head as Markdown, without characters that a terminal would obey."""
-    parts = [f"# {clean_line(session.title) or 'Conversation'}"]
-    if session.system:
-        parts += ["## System", clean(session.system)]
-    for message in path_to_head(session, messages):
-        parts += [f"## {_NAMES[message.role]}", clean(_shown(message))]
-    return "\n\n".join(parts) + "\n"
+    """Return the path to the head as Markdown."""
+    return transcript_file.as_markdown(session.title, _said(session, messages))
 
 
 def as_html(session: SessionRecord, messages: Sequence[MessageRecord]) -> str:
-    """Return the path to the head as a page on which nothing that was said is anything but text."""
-    title = html.escape(clean_line(session.title) or "Conversation")
-    sections = [("system", session.system)] if session.system else []
-    sections += [(message.role, _shown(message)) for message in path_to_head(session, messages)]
-    body = "\n".join(
-        f'<section class="{role}"><h2>{_NAMES[role]}</h2><pre>{html.escape(clean(text))}</pre></section>'
-        for role, text in sections
-    )
-    return (
-        '<!doctype html>\n<html><head><meta charset="utf-8">\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-        f"<title>{title}</title><style>{_STYLE}</style></head>\n<body><h1>{title}</h1>\n{body}\n</body></html>\n"
-    )
+    """Return the path to the head as a page."""
+    return transcript_file.as_html(session.title, _said(session, messages))
 
 
 def as_json(session: SessionRecord, messages: Sequence[MessageRecord]) -> str:
     """Return a conversation exactly, with all branches and token ids; `from_json` reads it."""
     file = SessionFile(format=FORMAT, version=VERSION, session=session, messages=list(messages))
-    return json.dumps(msgspec.to_builtins(file, enc_hook=list), ensure_ascii=True, separators=(",", ":")) + "\n"
+    text = json.dumps(msgspec.to_builtins(file, enc_hook=list), ensure_ascii=True, separators=(",", ":"))
+    # The one control character that JSON lets stand in ASCII.
+    return text.replace("\x7f", "\\u007f") + "\n"
 
 
 RENDERERS: dict[Format, Callable[[SessionRecord, Sequence[MessageRecord]], str]] = {
@@ -139,8 +116,11 @@ def with_new_ids(file: SessionFile) -> SessionFile:
     return msgspec.structs.replace(file, session=session, messages=messages)
 
 
-def _shown(message: MessageRecord) -> str:
-    return _IN_PROGRESS if message.status == "in_progress" else message.content
+def _said(session: SessionRecord, messages: Sequence[MessageRecord]) -> list[transcript_file.Said]:
+    said = [("system", session.system)] if session.system else []
+    for message in path_to_head(session, messages):
+        said.append((message.role, _IN_PROGRESS if message.status == "in_progress" else message.content))
+    return said
 
 
 def _ids(kind: type, value: Any) -> Any:

@@ -64,6 +64,32 @@ async def test_a_question_begins_a_conversation_with_its_title_and_system_prompt
     assert [item.content for item in session.items] == ["What is\na block?", "Hello there."]
 
 
+async def test_parameters_are_those_of_the_one_answer(daemon: ScriptedDaemon) -> None:
+    typed = ["--set", "temperature=0.5", "--set", "seed=7", "--set", "stop=the end"]
+    code, out, _ = await Run(Path("/nonexistent"), "hello?", *typed, url=daemon.url)()
+    assert (code, out) == (0, "Hello there.\n")
+    said = next(command for command in daemon.commands if isinstance(command, p.UserMessage))
+    assert said.params == p.Params(temperature=0.5, seed=7, stop=("the end",))
+    [session] = daemon.sessions.values()
+    assert session.params == p.Params()
+
+
+@pytest.mark.parametrize(
+    ("typed", "reason"),
+    [
+        ("warmth=1", "'warmth' is not a parameter (temperature, "),
+        ("temperature=9", "temperature is 9.0, the range is 0.0 to 5.0"),
+        ("temperature=nan", "temperature is nan, the range is 0.0 to 5.0"),
+        ("top_k=1.5", "top_k is '1.5', which is no whole number"),
+        ("hot", "'hot' is not NAME=VALUE"),
+    ],
+)
+async def test_a_parameter_that_is_none_is_refused_before_anything_is_asked(typed: str, reason: str) -> None:
+    code, out, err = await Run(Path("/nonexistent"), "hello?", "--set", typed, url="http://127.0.0.1:9")()
+    assert (code, out) == (2, "")
+    assert reason in err
+
+
 async def test_a_conversation_goes_on_by_its_id_or_its_title(daemon: ScriptedDaemon) -> None:
     put(daemon, "ses_a", "About rivers")
     other = put(daemon, "ses_b", "Rivers")

@@ -9,7 +9,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from chatd.cli import app
@@ -20,6 +23,7 @@ from chatd.journal.reader import JournalReader, connect_to_read
 from chatd.journal.records import Change, CountUsage, MessageRecord, SaveMessage, SaveSession, ShareMessages
 from chatd.kvcache.block_directory import BlockDirectory
 from chatd.kvcache.block_file import Origin, write_block
+from chatd.session_files import FORMAT, VERSION, SessionFile, as_json, from_json
 from chatd.testing.engine import NAMESPACE
 from chatd.testing.journal_records import make_answer, make_session, make_user_message
 
@@ -144,7 +148,7 @@ def test_a_list_in_a_pipe_has_each_conversation_whole_on_a_line_of_its_own(journ
 def test_markdown_is_the_path_to_the_head_and_has_no_controls(journal: Path) -> None:
     shown = sessions("show", journal, "ses_1")
     assert shown.startswith("# Whales ")
-    assert "## System\n\nBe brief.\n\n## You\n\nwhat is a whale?\n\n## Assistant\n\na mammal\n\n## You" in shown
+    assert "## System\n\n> Be brief.\n\n## You\n\n> what is a whale?\n\n## Assistant\n\n> a mammal\n\n## You" in shown
     assert "no fish" not in shown
     assert not has_controls(shown)
     assert sessions("export", journal, "ses_1") == shown
@@ -179,6 +183,16 @@ def test_a_conversation_is_the_same_after_export_and_import(journal: Path, tmp_p
         assert read(directory, "fork") == TREE[:1]
         assert sessions("export", directory, "ses_1", "--format", "json") == files[0].read_text()
         assert listed(directory, "--tenant", "acme", "--user", "ann", "--query", "whale") == ["ses_1", "fork"]
+
+
+@given(text=st.text(max_size=50), title=st.text(max_size=30), ids=st.lists(st.integers(0, 2**32 - 1), max_size=5))
+def test_any_text_is_the_same_after_export_and_import(text: str, title: str, ids: list[int]) -> None:
+    session = msgspec.structs.replace(make_session("s", title=title, head="a"), system=text)
+    messages = [make_user_message("q", text), make_answer("a", "q", text[::-1], ids)]
+    exported = as_json(session, messages)
+    assert exported.isascii()
+    assert not has_controls(exported)
+    assert from_json(exported) == SessionFile(format=FORMAT, version=VERSION, session=session, messages=messages)
 
 
 def test_an_import_changes_nothing_that_is_there(journal: Path, tmp_path: Path) -> None:

@@ -7,10 +7,8 @@ from typing import Literal
 import msgspec
 
 from chatd.errors import InvalidRequest
+from chatd.protocol.ranges import BIAS_RANGE, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, RANGES, Range, check_range
 
-MAX_STOP_TOKEN_IDS = 64
-MAX_LOGIT_BIAS = 1024
-MAX_TOP_LOGPROBS = 20
 MAX_BEAM_WIDTH = 10
 MAX_LENGTH_PENALTY = 5.0
 
@@ -84,32 +82,18 @@ def check_sampling_params(params: SamplingParams, vocab_size: int) -> None:
     Raises:
         InvalidRequest: Names the field, its value and its range. NaN fails every range.
     """
-    ranges: tuple[tuple[str, float, float, float], ...] = (
-        ("max_tokens", params.max_tokens, 1, 2**31),
-        ("min_tokens", params.min_tokens, 0, params.max_tokens),
-        ("temperature", params.temperature, 0.0, 5.0),
-        ("top_k", params.top_k, 0, 2**31),
-        ("top_p", params.top_p, 0.0, 1.0),
-        ("min_p", params.min_p, 0.0, 1.0),
-        ("seed", params.seed, 0, 2**63 - 1),
-        ("repetition_penalty", params.repetition_penalty, 0.01, 10.0),
-        ("presence_penalty", params.presence_penalty, -2.0, 2.0),
-        ("frequency_penalty", params.frequency_penalty, -2.0, 2.0),
-        ("logprobs", params.logprobs or 0, 0, MAX_TOP_LOGPROBS),
-        ("stop_token_ids", len(params.stop_token_ids), 0, MAX_STOP_TOKEN_IDS),
-        ("logit_bias", len(params.logit_bias), 0, MAX_LOGIT_BIAS),
-    )
-    for name, value, low, high in ranges:
-        if not low <= value <= high:
-            raise InvalidRequest(f"{name} is {value}, the range is {low} to {high}", param=name)
+    for name, within in RANGES.items():
+        check_range(name, getattr(params, name) or 0, within)
+    check_range("min_tokens", params.min_tokens, Range(0, params.max_tokens))
+    check_range("stop_token_ids", len(params.stop_token_ids), Range(0, MAX_STOP_TOKEN_IDS))
+    check_range("logit_bias", len(params.logit_bias), Range(0, MAX_LOGIT_BIAS))
     for token_id in params.stop_token_ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(f"{token_id} is not in the vocabulary of {vocab_size} tokens", param="stop_token_ids")
     for token_id, bias in params.logit_bias:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(f"{token_id} is not in the vocabulary of {vocab_size} tokens", param="logit_bias")
-        if not -100.0 <= bias <= 100.0:
-            raise InvalidRequest(f"a bias is {bias}, the range is -100 to 100", param="logit_bias")
+        check_range("logit_bias", bias, BIAS_RANGE)
 
 
 def check_beam_search(

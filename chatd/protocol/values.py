@@ -7,31 +7,38 @@ from typing import Annotated, Any
 import msgspec
 
 from chatd.errors import ChatdError
+from chatd.protocol.ranges import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, RANGES
 from chatd.protocol.vocabulary import ContextPolicy, ItemStatus, Role
+
+
+def _ranged(name: str) -> msgspec.Meta:
+    """Put a range into the schema; a daemon refuses what is outside of it, and reading a frame does not."""
+    return msgspec.Meta(extra_json_schema={"minimum": RANGES[name].low, "maximum": RANGES[name].high})
 
 
 class Params(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Sampling parameters that a client may name; what is absent is the model's or the session's default.
 
-    Ranges are those of `engine.sampling.SamplingParams`. `stop` holds at most 16 strings of at most 256 characters.
+    Ranges are those of `ranges.RANGES`; what they mean says `engine.sampling.SamplingParams`.
     """
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    seed: int | None = None
+    temperature: Annotated[float, _ranged("temperature")] | None = None
+    top_p: Annotated[float, _ranged("top_p")] | None = None
+    top_k: Annotated[int, _ranged("top_k")] | None = None
+    min_p: Annotated[float, _ranged("min_p")] | None = None
+    max_tokens: Annotated[int, _ranged("max_tokens")] | None = None
+    min_tokens: Annotated[int, _ranged("min_tokens")] | None = None
+    seed: Annotated[int, _ranged("seed")] | None = None
     stop: Annotated[
-        tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=256)], ...], msgspec.Meta(max_length=16)
+        tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_STRING_CHARS)], ...],
+        msgspec.Meta(max_length=MAX_STOP_STRINGS),
     ] = ()
-    stop_token_ids: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    stop_token_ids: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
+    repetition_penalty: Annotated[float, _ranged("repetition_penalty")] | None = None
+    presence_penalty: Annotated[float, _ranged("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, _ranged("frequency_penalty")] | None = None
     logit_bias: dict[str, float] | None = None
-    logprobs: int | None = None
+    logprobs: Annotated[int, _ranged("logprobs")] | None = None
     ignore_eos: bool | None = None
 
     def over(self, base: Params) -> Params:

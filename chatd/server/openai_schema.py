@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from chatd.engine.sampling import MAX_BEAM_WIDTH, MAX_TOP_LOGPROBS, BeamSearch
+from chatd.engine.sampling import MAX_BEAM_WIDTH, BeamSearch
 from chatd.errors import InvalidRequest
 from chatd.protocol import Message, Params, Role, invalid_field, why_not_json
+from chatd.protocol.ranges import MAX_TOP_LOGPROBS, check_stop_strings
 
 MAX_MESSAGES = 4096
-MAX_STOP = 16
 MAX_CHOICES = 8
 CONVERSATION_ID_CHARS = 256
 
@@ -274,8 +274,7 @@ def _params(request: ChatRequest) -> Params:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
-    if len(stop) > MAX_STOP or any(not 1 <= len(text) <= 256 for text in stop):
-        raise InvalidRequest(f"stop holds at most {MAX_STOP} strings of 1 to 256 characters", param="stop")
+    check_stop_strings(tuple(stop))
     most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     return Params(
         temperature=request.temperature,

@@ -19,13 +19,12 @@ from chatd.engine.messages import Ready
 from chatd.engine.sampling import SamplingParams, check_sampling_params
 from chatd.errors import ContextLengthExceeded, InvalidRequest, ModelError
 from chatd.protocol import ModelInfo, Params
+from chatd.protocol.ranges import RANGES, check_range, check_stop_strings
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 SEED_BITS = 63
 MAX_BYTES_PER_TOKEN = 8
 """Text with more bytes than this for each token of the context is not tokenized; prose and code have 3 to 5."""
-MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_CHARS = 256
 NO_PARAMS = Params()
 T = TypeVar("T")
 
@@ -161,11 +160,11 @@ class ModelProfile:
             InvalidRequest: Names the field that is out of range.
         """
         known = params.over(self.defaults)
-        _check_stop_strings(known.stop)
+        check_stop_strings(known.stop)
         room = self.context - num_prompt_tokens
         asked = known.max_tokens
-        if asked is not None and asked < 1:
-            raise InvalidRequest(f"max_tokens is {asked}, the range is 1 to {2**31}", param="max_tokens")
+        if asked is not None:
+            check_range("max_tokens", asked, RANGES["max_tokens"])
         limits = [room, *(limit for limit in (asked, self.max_tokens) if limit is not None)]
         ignore_eos = bool(known.ignore_eos)
         stop_ids = set(known.stop_token_ids) if ignore_eos else self.stop_token_ids.union(known.stop_token_ids)
@@ -222,40 +221,30 @@ def sampling_defaults(config: Mapping[str, Any]) -> Params:
     `do_sample` decides as in transformers: without it, or a temperature of its own, answers are greedy.
     """
     do_sample = config.get("do_sample")
-    temperature = _number(config, "temperature", 0.0, 5.0)
+    temperature = _number(config, "temperature")
     if do_sample is True and temperature is None:
         temperature = 1.0
     if do_sample is False:
         temperature = 0.0
-    top_k = _number(config, "top_k", 0, 2**31)
+    top_k = _number(config, "top_k")
     return Params(
         temperature=temperature,
         top_k=None if top_k is None else int(top_k),
-        top_p=_number(config, "top_p", 0.0, 1.0),
-        min_p=_number(config, "min_p", 0.0, 1.0),
-        repetition_penalty=_number(config, "repetition_penalty", 0.01, 10.0),
+        top_p=_number(config, "top_p"),
+        min_p=_number(config, "min_p"),
+        repetition_penalty=_number(config, "repetition_penalty"),
     )
 
 
-def _number(config: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
-    value = config.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+def _number(config: Mapping[str, Any], name: str) -> float | None:
+    value, within = config.get(name), RANGES[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not within.low <= value <= within.high:
         return None
     return float(value)
 
 
 def _or(value: T | None, default: T) -> T:
     return default if value is None else value
-
-
-def _check_stop_strings(stop: Sequence[str]) -> None:
-    if len(stop) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"{len(stop)} stop strings, the limit is {MAX_STOP_STRINGS}", param="stop")
-    for text in stop:
-        if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
-            raise InvalidRequest(
-                f"a stop string has {len(text)} characters, the range is 1 to {MAX_STOP_STRING_CHARS}", param="stop"
-            )
 
 
 def _logit_bias(biases: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:

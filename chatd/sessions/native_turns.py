@@ -27,12 +27,13 @@ from chatd.sessions.events import Subscriber
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.owner_changes import Asked, OwnerChanges
 from chatd.sessions.restoring import response_of
-from chatd.sessions.session import Session, title_of
+from chatd.sessions.session import Session
 from chatd.sessions.store import SessionStore
 from chatd.sessions.stored import message_record
 from chatd.sessions.tokenizer import check_size
 from chatd.sessions.turn import Turn
 from chatd.sessions.turns import AlsoKept, Begun, TurnRunner, check_free
+from chatd.titles import title_of
 
 
 class NativeTurns:

@@ -49,7 +49,6 @@ from chatd.sessions.events import EventRing, Subscriber, Subscription
 from chatd.sessions.turn import TextDelta, Turn, TurnEnd
 
 TAIL_ITEMS = 20
-MAX_AUTO_TITLE = 60
 
 
 @dataclass(slots=True)
@@ -511,12 +510,3 @@ def unknown_session(session_id: str) -> NotFound:
 def date_of(unix_s: float) -> date:
     """Return the day on which a session begins, for templates that write it."""
     return datetime.fromtimestamp(unix_s, UTC).date()
-
-
-def title_of(content: str) -> str:
-    """Return a title made from a first message: its first words on one line, without control characters."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in content[: 4 * MAX_AUTO_TITLE]).split())
-    if len(line) <= MAX_AUTO_TITLE:
-        return line
-    cut = line[:MAX_AUTO_TITLE].rsplit(" ", 1)[0]
-    return (cut or line[:MAX_AUTO_TITLE]) + "…"

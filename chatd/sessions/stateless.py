@@ -19,12 +19,13 @@ from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.known_messages import KnownChain, KnownMessages
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.named_conversations import NamedConversations
-from chatd.sessions.session import Session, title_of
+from chatd.sessions.session import Session
 from chatd.sessions.stats import SessionStats
 from chatd.sessions.store import SessionStore
 from chatd.sessions.tokenizer import check_size
 from chatd.sessions.turn import Turn
 from chatd.sessions.turns import TurnRunner
+from chatd.titles import title_of
 
 
 class StatelessDoor:

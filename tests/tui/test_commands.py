@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from chatd import protocol as p
+from chatd import typed_params
 from chatd.errors import InvalidRequest
-from chatd_tui import settings, status_text
+from chatd_tui import status_text
 from chatd_tui.command_table import BOTTOM, COMMANDS, bindings, message_keys
 from chatd_tui.commands import Context, Typed, as_typed, find, key_name, parse, similar, suggestions
-from chatd_tui.export import as_json, as_markdown, code_blocks, write_new
+from chatd_tui.export import as_json, code_blocks, rendered, write_new
 from chatd_tui.widgets.versions import leaf_at, marker
 
 ALL = Context(
@@ -105,15 +106,15 @@ def test_keys_are_written_as_people_do() -> None:
 
 def test_parameters_are_read_as_their_types_and_taken_away() -> None:
     base = p.Params(temperature=0.5, seed=3)
-    assert settings.changed(base, "top_k=40 temperature=") == p.Params(seed=3, top_k=40)
-    assert settings.changed(base, 'stop=["a b", "c"] ignore_eos=true').stop == ("a b", "c")
-    assert settings.changed(base, "stop=the end max_tokens=9") == p.Params(
+    assert typed_params.changed(base, "top_k=40 temperature=") == p.Params(seed=3, top_k=40)
+    assert typed_params.changed(base, 'stop=["a b", "c"] ignore_eos=true').stop == ("a b", "c")
+    assert typed_params.changed(base, "stop=the end max_tokens=9") == p.Params(
         temperature=0.5, seed=3, stop=("the end",), max_tokens=9
     )
-    assert settings.changed(base, 'logit_bias={"7": -1}').logit_bias == {"7": -1.0}
-    text = settings.shown(p.Params(temperature=0.5, stop=("a b",), ignore_eos=True))
-    assert settings.changed(p.Params(), text) == p.Params(temperature=0.5, stop=("a b",), ignore_eos=True)
-    assert settings.shown(p.Params()) == ""
+    assert typed_params.changed(base, 'logit_bias={"7": -1}').logit_bias == {"7": -1.0}
+    text = typed_params.shown(p.Params(temperature=0.5, stop=("a b",), ignore_eos=True))
+    assert typed_params.changed(p.Params(), text) == p.Params(temperature=0.5, stop=("a b",), ignore_eos=True)
+    assert typed_params.shown(p.Params()) == ""
 
 
 @pytest.mark.parametrize(
@@ -121,13 +122,17 @@ def test_parameters_are_read_as_their_types_and_taken_away() -> None:
     [
         ("warmth=1", "'warmth' is not a parameter"),
         ("hot", "'hot' is not NAME=VALUE"),
-        ("temperature=hot", "temperature: expected `float | null`, got `str`"),
+        ("temperature=hot", "temperature is 'hot', which is no number"),
+        ("temperature=nan", "temperature is nan, the range is 0.0 to 5.0"),
+        ("max_tokens=0", "max_tokens is 0, the range is 1 to 2147483648"),
+        ("max_tokens=3 min_tokens=4", "min_tokens is 4, the range is 0 to 3"),
+        ('logit_bias={"1": 200}', "logit_bias is 200.0, the range is -100.0 to 100.0"),
         ("logit_bias=x", "logit_bias: expected `object | null`, got `array`"),
     ],
 )
 def test_a_wrong_parameter_is_refused_by_name(typed: str, said: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        settings.changed(p.Params(), typed)
+        typed_params.changed(p.Params(), typed)
     assert caught.value.message == said
 
 
@@ -150,11 +155,17 @@ ITEMS = [
 ]
 
 
-def test_markdown_is_what_was_said_without_controls_and_json_is_exact_in_ascii() -> None:
-    assert as_markdown(INFO, ITEMS) == (
-        "# A␛[2Jtitle\n\n## System\n\nBe brief.\n\n## You\n\nhi\ufffd31m\n\n## Assistant\n\n**Hello**\n"
-    )
-    text = as_json(INFO, ITEMS)
+def test_an_export_is_what_the_files_name_asks_for() -> None:
+    for name in ("a.md", "a", "a.json.txt"):
+        assert rendered(name, INFO, ITEMS) == (
+            "# A␛[2Jtitle\n\n## System\n\n> Be brief.\n\n## You\n\n> hi\ufffd31m\n\n## Assistant\n\n> **Hello**\n"
+        )
+    for name in ("a.html", "~/b.HTM"):
+        page = rendered(name, INFO, ITEMS)
+        assert page.startswith("<!doctype html>")
+        assert '<section class="user"><h2>You</h2><pre>hi\ufffd31m</pre></section>' in page
+    text = rendered("A.JSON", INFO, ITEMS)
+    assert text == as_json(INFO, ITEMS)
     assert text.isascii()
     assert [item["content"] for item in json.loads(text)["items"]] == [item.content for item in ITEMS]
 

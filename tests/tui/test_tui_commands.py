@@ -281,10 +281,11 @@ async def test_exports_are_written_from_what_the_daemon_has(
         app = make_app(daemon)
         async with app.run_test(size=SIZE) as pilot:
             await talk(app, pilot, wait_until, "one")
-            for name in ("a.md", "a.json"):
+            for name in ("a.md", "a.json", "a.html"):
                 await type_line(pilot, f"/export {tmp_path / name}")
                 await wait_until(lambda name=name: (tmp_path / name).exists())
-            assert (tmp_path / "a.md").read_text() == "# one\n\n## You\n\none\n\n## Assistant\n\nanswer 1\n"
+            assert (tmp_path / "a.md").read_text() == "# one\n\n## You\n\n> one\n\n## Assistant\n\n> answer 1\n"
+            assert "<h2>Assistant</h2><pre>answer 1</pre>" in (tmp_path / "a.html").read_text()
             await type_line(pilot, f"/export {tmp_path / 'a.md'}")
             await wait_until(lambda: "exists already" in app.chat.status.text)
             await type_line(pilot, f"/export {tmp_path / 'no' / 'a.md'}")

@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from chatd import typed_params
 from chatd.clean import clean_line
 from chatd.errors import ChatdError, InvalidRequest
 from chatd.protocol import ContextPolicy, Params
-from chatd_tui import settings, status_text
+from chatd_tui import status_text
 from chatd_tui.clipboard import MAX_OSC52_BYTES, save_copy
-from chatd_tui.export import as_json, as_markdown, code_blocks, write_new
+from chatd_tui.export import code_blocks, rendered, write_new
 from chatd_tui.views import ItemView
 from chatd_tui.widgets.status import StatusView
 
@@ -64,7 +65,7 @@ class Actions:
 
     async def regenerate(self, argument: str) -> None:
         """Ask for another answer."""
-        params = settings.changed(Params(), argument) if argument else None
+        params = typed_params.changed(Params(), argument) if argument else None
         selected = self._app.chat.transcript.selected
         item = selected.id if selected is not None and selected.role != "system" else None
         self._say("asking again", kind="busy")
@@ -269,11 +270,11 @@ class Actions:
         link = self._app.link
         current = link.info.params if link.info is not None else link.draft.params
         if not argument:
-            text = clean_line(settings.shown(current), 300)
+            text = clean_line(typed_params.shown(current), 300)
             self._say(text or "no parameter is set", "the rest is the model's own" if text else "the model's own hold")
             return
-        params = settings.changed(current, argument)
-        done = clean_line(settings.shown(params), 300) or "no parameter is set"
+        params = typed_params.changed(current, argument)
+        done = clean_line(typed_params.shown(params), 300) or "no parameter is set"
         if self._app.context.exists:
             self._start(self._update(done, params=params))
         else:
@@ -295,9 +296,8 @@ class Actions:
 
     async def _export(self, name: str) -> None:
         info, items = await self._app.link.history()
-        text = as_json(info, items) if name.lower().endswith(".json") else as_markdown(info, items)
         try:
-            path = await asyncio.to_thread(write_new, name, text)
+            path = await asyncio.to_thread(lambda: write_new(name, rendered(name, info, items)))
         except FileExistsError:
             raise InvalidRequest(f"{name} exists already", hint="name another file") from None
         except (OSError, ValueError, RuntimeError) as error:

@@ -181,7 +181,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         "export",
-        "write it to a file: Markdown, or JSON for .json",
+        "write it to a file: Markdown, or .html, or .json",
         CONVERSATIONS,
         Actions.export,
         hint="FILE",

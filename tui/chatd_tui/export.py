@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from chatd.clean import clean, clean_line
+from chatd import transcript_file
 from chatd.protocol import Item, SessionInfo
 from chatd_tui.markdown_lines import make_parser
 
-_NAMES = {"user": "You", "assistant": "Assistant", "system": "System"}
 
-
-def as_markdown(info: SessionInfo, items: Sequence[Item]) -> str:
-    """Return a conversation as Markdown, without characters that a terminal would obey."""
-    parts = [f"# {clean_line(info.title) or 'Conversation'}"]
-    if info.system and not any(item.role == "system" for item in items):
-        parts += ["## System", clean(info.system)]
-    for item in items:
-        parts += [f"## {_NAMES[item.role]}", clean(item.content)]
-    return "\n\n".join(parts) + "\n"
+def rendered(name: str, info: SessionInfo, items: Sequence[Item]) -> str:
+    """Return a conversation as the file's name asks for: JSON for .json, HTML for .html or .htm, else Markdown."""
+    ending = Path(name).suffix.lower()
+    if ending == ".json":
+        return as_json(info, items)
+    render = transcript_file.as_html if ending in (".html", ".htm") else transcript_file.as_markdown
+    said = [(item.role, item.content) for item in items]
+    if info.system and not any(role == "system" for role, _ in said):
+        said.insert(0, ("system", info.system))
+    return render(info.title, said)
 
 
 def as_json(info: SessionInfo, items: Sequence[Item]) -> str:
     """Return a conversation exactly, as JSON in ASCII: `{"session": …, "items": […]}`."""
-    return json.dumps(msgspec.to_builtins({"session": info, "items": list(items)}), indent=2) + "\n"
+    text = json.dumps(msgspec.to_builtins({"session": info, "items": list(items)}), indent=2)
+    # The one control character that JSON lets stand in ASCII.
+    return text.replace("\x7f", "\\u007f") + "\n"
 
 
 def write_new(name: str, text: str) -> Path:
@@ -40,9 +41,7 @@ def write_new(name: str, text: str) -> Path:
         ValueError: That is no file's name.
     """
     path = Path(name).expanduser()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as file:
-        file.write(text)
+    transcript_file.write_new(path, text)
     return path
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from chatd.clean import clean_line
 from chatd.client import Client, ConnectionPhase, ConnectionState, Session
 from chatd.config import Server
 from chatd.errors import ChatdError, InvalidRequest, NotFound
@@ -25,6 +24,7 @@ from chatd.protocol import (
     SessionCreated,
     SessionInfo,
 )
+from chatd.titles import title_of
 from chatd_tui.messages import (
     ConnectionChanged,
     DaemonNews,
@@ -41,7 +41,6 @@ METER_HZ = 1.0
 PAGE_HZ = 4.0
 KEY_POLL_S = 1.0
 """How often a key that a daemon refused is looked at: a daemon that is started writes a new one."""
-TITLE_LENGTH = 60
 
 
 def not_connected() -> InvalidRequest:
@@ -313,7 +312,7 @@ class DaemonLink:
             if self._session is None:
                 draft = self.draft
                 session = await client.create_session(
-                    title=draft.title or clean_line(text, TITLE_LENGTH),
+                    title=draft.title or title_of(text),
                     system=draft.system,
                     params=draft.params,
                     context_policy=draft.context_policy,

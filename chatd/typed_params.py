@@ -10,6 +10,7 @@ import msgspec
 
 from chatd.errors import InvalidRequest
 from chatd.protocol import Params, invalid_field
+from chatd.protocol.ranges import BIAS_RANGE, MAX_LOGIT_BIAS, RANGES, Range, check_range
 
 _STRUCTURED = ("stop", "stop_token_ids", "logit_bias")
 # A value goes on up to the next name, so it may hold blanks.
@@ -31,11 +32,50 @@ def changed(params: Params, typed: str) -> Params:
         if not value:
             fields.pop(name, None)
         else:
-            fields[name] = _structured(value) if name in _STRUCTURED else value
+            fields[name] = value_of(name, value)
     try:
-        return msgspec.convert(fields, Params, strict=False)
+        given = msgspec.convert(fields, Params, strict=False)
     except msgspec.ValidationError as error:
         raise invalid_field(error) from None
+    check(given)
+    return given
+
+
+def value_of(name: str, typed: str) -> Any:
+    """Return what a parameter's value is in JSON, as it was typed.
+
+    Raises:
+        InvalidRequest: It is no number where the parameter is one, or out of range.
+    """
+    if name in _STRUCTURED:
+        return _structured(typed)
+    within = RANGES.get(name)
+    if within is None:
+        return typed
+    try:
+        value = int(typed) if isinstance(within.low, int) else float(typed)
+    except ValueError:
+        kind = "whole number" if isinstance(within.low, int) else "number"
+        raise InvalidRequest(f"{name} is {typed[:40]!r}, which is no {kind}", param=name) from None
+    check_range(name, value, within)
+    return value
+
+
+def check(params: Params) -> None:
+    """Refuse what every daemon refuses: what only the model can tell, such as its token ids, is not looked at.
+
+    Raises:
+        InvalidRequest: Names the field.
+    """
+    for name, within in RANGES.items():
+        value = getattr(params, name)
+        if value is not None:
+            check_range(name, value, within)
+    if params.min_tokens is not None and params.max_tokens is not None:
+        check_range("min_tokens", params.min_tokens, Range(0, params.max_tokens))
+    check_range("logit_bias", len(params.logit_bias or ()), Range(0, MAX_LOGIT_BIAS))
+    for bias in (params.logit_bias or {}).values():
+        check_range("logit_bias", bias, BIAS_RANGE)
 
 
 def shown(params: Params) -> str:

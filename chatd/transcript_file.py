@@ -1,0 +1,119 @@
+"""A conversation as a file to read: Markdown and HTML. Knows neither a journal nor a screen.
+
+Nothing that was said can look like the file's own words. In Markdown each message is a quote, whose every line begins
+with ">", below a heading that never does; and what would reach out of a quote is written so that it does not: raw HTML
+and definitions of links, outside of code. HTML escapes all of it. Both are clean of characters that a terminal obeys.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from chatd.clean import clean, clean_line
+
+NAMES = {"user": "You", "assistant": "Assistant", "system": "System"}
+UNTITLED = "Conversation"
+# Fences at the very beginning of a line alone: nothing but their own end, or the quote's, ends those.
+_FENCE = re.compile(r"(`{3,})(?=[^`]*\Z)|(~{3,})")
+_RUN = re.compile(r"`+")
+_TAG = re.compile(r"<(?=[A-Za-z/!?])")
+_STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:46rem;margin:2rem auto;padding:0 1rem}"
+    "h2{font-size:1rem;margin:1.5rem 0 .25rem;color:#666}"
+    "pre{font:inherit;white-space:pre-wrap;overflow-wrap:anywhere;margin:0}"
+    ".user pre{background:#f2f2f2;padding:.5rem .75rem;border-radius:.5rem}"
+)
+
+Said = tuple[str, str]
+"""A role and what it said."""
+
+
+def as_markdown(title: str, said: Sequence[Said]) -> str:
+    """Return a conversation as Markdown: a heading and a quote for each message."""
+    parts = [f"# {_outside_code(clean_line(title)) or UNTITLED}"]
+    for role, text in said:
+        quote = "\n".join(f"> {line}" if line else ">" for line in _contained(clean(text)))
+        parts += [f"## {NAMES[role]}", quote]
+    return "\n\n".join(parts) + "\n"
+
+
+def as_html(title: str, said: Sequence[Said]) -> str:
+    """Return a conversation as a page that loads and runs nothing."""
+    heading = html.escape(clean_line(title) or UNTITLED)
+    body = "\n".join(
+        f'<section class="{role}"><h2>{NAMES[role]}</h2><pre>{html.escape(clean(text))}</pre></section>'
+        for role, text in said
+    )
+    return (
+        '<!doctype html>\n<html><head><meta charset="utf-8">\n'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+        f"<title>{heading}</title><style>{_STYLE}</style></head>\n<body><h1>{heading}</h1>\n{body}\n</body></html>\n"
+    )
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file that must not exist yet, for its owner only.
+
+    Raises:
+        OSError: It exists, or cannot be written.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as file:
+        file.write(text)
+
+
+def _contained(text: str) -> Iterator[str]:
+    """Give the lines of a text, in which nothing but code has HTML or defines a link.
+
+    Code is taken for such only where every reader of Markdown does: fences at the beginning of a line, and spans whose
+    marks are all on one line, none of them open before it. Anything else is escaped, and in code that is seen.
+    """
+    fence, is_certain, is_begun = "", True, False
+    for line in text.split("\n"):
+        if fence:
+            if re.fullmatch(rf" {{0,3}}{fence[0]}{{{len(fence)},}}[ \t]*", line):
+                fence, is_certain, is_begun = "", True, False
+            yield line
+        elif opening := _FENCE.match(line):
+            fence = opening.group()
+            yield line
+        elif not line.strip():
+            is_certain, is_begun = True, False
+            yield line
+        else:
+            parts = _spans(line) if is_certain else None
+            if parts is not None:
+                # A link's address, and the name that a definition begins with, are read before spans are.
+                is_begun = is_begun or any("[" in text for text in parts[::2])
+                is_address = any("](" in text for text in parts[::2])
+                if is_address or (is_begun and any("]:" in code for code in parts[1::2])):
+                    parts = None
+            is_certain = parts is not None
+            parts = [line] if parts is None else parts
+            yield "".join(part if number % 2 else _outside_code(part) for number, part in enumerate(parts))
+
+
+def _spans(line: str) -> list[str] | None:
+    """Return a line cut into text and code spans by turns; None where its backticks can be read in several ways."""
+    runs = [(run.start(), run.end()) for run in _RUN.finditer(line)]
+    # A table's cells are cut first.
+    if runs and ("|" in line or "\\" in line):
+        return None
+    parts, end = [], 0
+    while runs:
+        start, stop = runs.pop(0)
+        closing = next((n for n, (a, b) in enumerate(runs) if b - a == stop - start), None)
+        if closing is None:
+            return None
+        parts += [line[end:start], line[start : runs[closing][1]]]
+        end = runs[closing][1]
+        del runs[: closing + 1]
+    return [*parts, line[end:]]
+
+
+def _outside_code(text: str) -> str:
+    return _TAG.sub("&lt;", text).replace("]:", "]\\:")
