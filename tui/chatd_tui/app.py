@@ -46,7 +46,6 @@ from chatd_tui.theme import CHATD
 from chatd_tui.typing_ahead import TypingAhead
 from chatd_tui.views import MeterView, SessionRow
 from chatd_tui.widgets.status import StatusView, TitleView
-from chatd_tui.widgets.welcome import WelcomeView
 
 QUIT_WINDOW_S = 2.0
 
@@ -122,9 +121,9 @@ class ChatApp(App[None]):
             self._draw_sessions()
         if not self.daemons.is_shown(message):
             return
-        if is_new:
-            self._draw_daemon()
         self._draw_connection(message.state)
+        if is_new:
+            self._draw_meter(context_max=self.chat.transcript.welcome.context)
 
     def on_sessions_listed(self, message: messages.SessionsListed) -> None:
         """Show the sessions."""
@@ -305,8 +304,8 @@ class ChatApp(App[None]):
         if server is not None and server != self.link.name:
             await self.daemons.show(server)
             self._meter = MeterView()
-            self._draw_daemon()
             self._draw_connection(self.daemons.shown.state)
+            self._draw_meter(context_max=self.chat.transcript.welcome.context or None)
         await self.link.open(session, role)
         self._draw_sessions()
         self._draw_title(None)
@@ -394,20 +393,11 @@ class ChatApp(App[None]):
 
     def _draw_connection(self, state: ConnectionState) -> None:
         self._draw_title(state)
+        self.chat.transcript.update_welcome(self.daemons.shown.welcome())
         if state.phase is ConnectionPhase.CLOSED and state.error is not None:
             self.show_error(state.error)
         elif state.phase is ConnectionPhase.CONNECTED and self.chat.status.kind in ("error", "warning"):
             self.chat.status = StatusView()
-
-    def _draw_daemon(self) -> None:
-        """Draw what there is to know of the daemon on the screen."""
-        hello = self.daemons.shown.hello
-        view = WelcomeView()
-        if hello is not None:
-            model = hello.model
-            view = WelcomeView(clean_line(model.id, 60), model.context, model.blocks, model.block_size)
-        self.chat.transcript.update_welcome(view)
-        self._draw_meter(context_max=view.context or None)
 
     def _draw_sessions(self) -> None:
         self.chat.sessions.show(self.daemons.rows())

@@ -1,22 +1,26 @@
 """The daemons that the terminal is connected to: what is known of each, and which one is on the screen.
 
-Each has a link of its own, so that one that is away disturbs no other. No widgets here.
+Each has a link of its own, so that one that is away disturbs no other. Draws nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import msgspec
 
+from chatd.clean import clean_line
 from chatd.client import ConnectionPhase, ConnectionState
 from chatd.config import Server
 from chatd.protocol import Hello, SessionInfo
 from chatd_tui import status_text
 from chatd_tui.link import DaemonLink
 from chatd_tui.messages import ConnectionChanged, DaemonNews
+from chatd_tui.obstacles import obstacle
 from chatd_tui.views import ServerRow, SessionRow
+from chatd_tui.widgets.welcome import WelcomeView
 
 
 class Daemon:
@@ -54,6 +58,20 @@ class Daemon:
         moved = [info for info in self.sessions if info.id == session]
         if moved:
             self.note(msgspec.structs.replace(moved[0], tier=tier))
+
+    def welcome(self) -> WelcomeView:
+        """Return what stands in place of a conversation that has no messages yet."""
+        view = WelcomeView(obstacle=obstacle(self.state, self.link.url))
+        if self.hello is None:
+            return view
+        model = self.hello.model
+        return replace(
+            view,
+            model=clean_line(model.id, 60),
+            context=model.context,
+            blocks=model.blocks,
+            block_size=model.block_size,
+        )
 
     def title(self) -> str:
         """Return the title of its session on the screen, "" where it has none."""

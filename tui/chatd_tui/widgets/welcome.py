@@ -1,4 +1,4 @@
-"""The first screen of a conversation: who answers, and the keys that a newcomer needs."""
+"""The first screen of a conversation: what this is, who answers or why nobody does, and the keys that matter."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
 
+from chatd_tui.obstacles import Obstacle
 from chatd_tui.views import short_number
 
+WHAT = "Conversations stay in memory here, so a turn costs only what is new."
 KEYS = (
-    ("Enter", "send"),
-    ("Shift+Enter", "new line (also Alt+Enter, Ctrl+J, or \\ at the end)"),
+    ("Enter", "send; Alt+Enter: a new line"),
     ("Esc", "stop the answer"),
-    ("F2", "see the memory of everybody's conversations, live"),
     ("F3", "your conversations"),
-    ("/", "commands: edit, regenerate, fork, search, export …"),
-    ("F1", "all commands and keys"),
+    ("F2", "where the memory goes, live"),
+    ("F1", "all keys; / begins a command"),
 )
 
 
 @dataclass(frozen=True)
 class WelcomeView:
-    """The model that answers, once it is known."""
+    """The model that answers, once it is known, and what is in the way of that."""
 
     model: str = ""
     context: int = 0
     blocks: int = 0
     block_size: int = 0
+    obstacle: Obstacle | None = None
 
 
 class Welcome(Widget):
@@ -47,13 +48,28 @@ class Welcome(Widget):
     def render(self) -> Content:
         """Draw."""
         view = self.view
-        lines = [
-            Content.assemble(("Ask ", ""), (view.model or "the model", "bold $primary"), (" anything.", "")),
-            Content(""),
-        ]
-        if view.context:
+        lines = _obstacle_lines(view.obstacle) if view.obstacle is not None else _lines(view)
+        lines += [Content.assemble((key.ljust(7), "bold"), (meaning, "$muted")) for key, meaning in KEYS]
+        if view.context and view.obstacle is None:
             pool = f"{short_number(view.blocks)} blocks of {view.block_size} tokens"
             facts = f"It reads {short_number(view.context)} tokens at a time; its memory is {pool}, shared by all."
-            lines += [Content.styled(facts, "$muted"), Content("")]
-        lines += [Content.assemble((key.ljust(13), "bold"), (meaning, "$muted")) for key, meaning in KEYS]
+            lines += [Content(""), Content.styled(facts, "$muted")]
         return Content("\n").join(lines)
+
+
+def _lines(view: WelcomeView) -> list[Content]:
+    return [
+        Content.assemble(("Ask ", ""), (view.model or "the model", "bold $primary"), (" anything.", "")),
+        Content(""),
+        Content.styled(WHAT, "$muted"),
+        Content(""),
+    ]
+
+
+def _obstacle_lines(obstacle: Obstacle) -> list[Content]:
+    lines = [Content.styled(obstacle.title, "bold $warning"), Content("")]
+    for typed, what_for in obstacle.remedies:
+        lines.append(Content.assemble((f"  {typed}  " if typed else "", "bold"), (what_for, "$muted")))
+    if obstacle.remedies:
+        lines.append(Content(""))
+    return [*lines, Content.styled(obstacle.outlook, "$muted"), Content("")]
