@@ -23,6 +23,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Column, Table
 
 import chatd
+import chatd.journal_changes
 from chatd.clean import clean
 from chatd.client_commands import ask, top
 from chatd.config import (

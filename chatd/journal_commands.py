@@ -1,41 +1,35 @@
-"""`chatd sessions …` and `chatd usage`: what the journal has, read beside a running daemon or without one.
+"""`chatd sessions ls|show|export` and `chatd usage`: what the journal has, read beside a running daemon or without one.
 
-Reading takes no lock and changes nothing. Writing takes the lock that a daemon holds, so it is refused while one runs:
-that daemon has the conversations in memory and would write them back.
+Reading takes no lock and changes nothing. What changes the journal is in `journal_changes`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
-import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
 from chatd.clean import clean_line
-from chatd.config import disk_tier_directory, journal_directory, load_settings
-from chatd.errors import Conflict, EnvironmentProblem, InvalidRequest, NotFound
+from chatd.config import journal_directory, load_settings
+from chatd.errors import EnvironmentProblem, InvalidRequest, NotFound
 
 if TYPE_CHECKING:
-    from chatd.journal.journal import Journal
     from chatd.journal.reader import JournalReader
     from chatd.journal.records import MessageRecord, SessionRecord
-    from chatd.session_files import SessionFile
 
 sessions_app = typer.Typer(help="Conversations in the journal.", no_args_is_help=True)
 notices = Console(stderr=True)
 output = Console()
 MAX_WIDTH = 10_000
 """Of a line that no terminal cuts."""
-_T = TypeVar("_T")
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="TOML file (default: CHATD_CONFIG, or config.toml in your folder).")
@@ -75,7 +69,7 @@ def sessions_ls(
         else:
             found.sort(key=lambda session: session.updated_at, reverse=True)
     if as_json:
-        _print(json.dumps([_summary(session) for session in found[:limit]], indent=2))
+        print_text(json.dumps([_summary(session) for session in found[:limit]], indent=2))
         return
     shown = found[:limit]
     # An id that is cut off is none.
@@ -100,7 +94,7 @@ def sessions_show(
     from chatd.session_files import as_markdown
 
     with _reading(directory, config) as reader:
-        _print(as_markdown(*_load(reader, session)), end="")
+        print_text(as_markdown(*_load(reader, session)), end="")
 
 
 @sessions_app.command("export")
@@ -121,135 +115,13 @@ def sessions_export(
     with _reading(directory, config) as reader:
         text = RENDERERS[file_format](*_load(reader, session))
     if to is None:
-        _print(text, end="")
+        print_text(text, end="")
         return
     try:
         write_new(to, text)
     except OSError as error:
         raise EnvironmentProblem(f"{to} cannot be written: {error.strerror}") from None
     notices.print(f"wrote {to}", highlight=False, markup=False, soft_wrap=True)
-
-
-@sessions_app.command("import")
-def sessions_import(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="What `export --format json` wrote.")],
-    tenant: Annotated[str | None, typer.Option(help="Whose they become (default: whose they were).")] = None,
-    user: Annotated[str | None, typer.Option(help="Likewise.")] = None,
-    new_ids: Annotated[bool, typer.Option("--new-ids", help="Beside conversations that have the same ids.")] = False,
-    directory: DirectoryOption = None,
-    config: ConfigOption = None,
-) -> None:
-    """Bring exported conversations into the journal; no daemon may run."""
-    from chatd.session_files import with_new_ids
-
-    read = [_read_file(path, tenant, user) for path in files]
-    if new_ids:
-        read = [with_new_ids(file) for file in read]
-    place = _directory(directory, config)
-
-    async def run(journal: Journal) -> None:
-        for file in read:
-            await _import(journal, place, file)
-            notices.print(f"imported {file.session.id}", highlight=False, markup=False)
-
-    _writing(place, run)
-
-
-@sessions_app.command("rm")
-def sessions_rm(
-    sessions: Annotated[list[str] | None, typer.Argument(metavar="[SESSION…]", help="Their ids.")] = None,
-    unused_days: Annotated[
-        float | None, typer.Option(min=0, help="All that nobody used for so long; those that are pinned stay.")
-    ] = None,
-    tenant: Annotated[str | None, typer.Option(help="Of this tenant only, with --unused-days.")] = None,
-    directory: DirectoryOption = None,
-    config: ConfigOption = None,
-) -> None:
-    """Remove conversations, by their ids or by their age; no daemon may run."""
-    if bool(sessions) == (unused_days is not None):
-        raise InvalidRequest("name sessions, or --unused-days", param="sessions")
-    place = _directory(directory, config)
-
-    async def run(journal: Journal) -> list[str]:
-        if unused_days is not None:
-            days = {} if tenant is None else {tenant: unused_days}
-            return await journal.expire(time.time(), days, unused_days if tenant is None else None)
-        _check_known(place, sessions or ())
-        for session in sessions or ():
-            await journal.erase(session)
-        return list(sessions or ())
-
-    removed = _writing(place, run)
-    notices.print(f"removed {len(removed)} session{'' if len(removed) == 1 else 's'}", highlight=False)
-
-
-@sessions_app.command("erase")
-def sessions_erase(
-    session: Annotated[str, typer.Argument(help="Its id.")],
-    directory: DirectoryOption = None,
-    config: ConfigOption = None,
-) -> None:
-    """Remove a conversation and print a receipt, as JSON; no daemon may run.
-
-    A running daemon does it with `session.erase`, and drops the KV it keeps, too.
-    """
-    place = _directory(directory, config)
-
-    async def run(journal: Journal) -> dict[str, object]:
-        _check_known(place, [session])
-        erased = await journal.erase(session)
-        return {
-            "session": session,
-            "messages": erased.messages,
-            "shared_messages": erased.shared_messages,
-            "tokens": erased.tokens,
-            "bytes": erased.num_bytes,
-        }
-
-    _print(json.dumps(_writing(place, run)))
-
-
-@sessions_app.command("erase-tenant")
-def sessions_erase_tenant(
-    tenant: Annotated[str, typer.Argument(help="Its name; its keys are revoked first.")],
-    directory: DirectoryOption = None,
-    config: ConfigOption = None,
-) -> None:
-    """Remove all that there is of a tenant, and print a receipt, as JSON; no daemon may run.
-
-    From the journal its conversations, kept answers and usage, from the disk tier its blocks. Keys are not touched.
-    """
-    settings = load_settings(config).settings
-    place = directory.absolute() if directory is not None else journal_directory(settings)
-    blocks = disk_tier_directory(settings)
-
-    async def run(journal: Journal) -> dict[str, object]:
-        num_blocks = _remove_blocks(blocks, tenant)
-        num_sessions, erased = await journal.erase_tenant(tenant)
-        return {
-            "tenant": tenant,
-            "sessions": num_sessions,
-            "messages": erased.messages,
-            "tokens": erased.tokens,
-            "bytes": erased.num_bytes,
-            "disk_blocks": num_blocks,
-        }
-
-    _print(json.dumps(_writing(place, run)))
-
-
-def _remove_blocks(root: Path, tenant: str) -> int:
-    from chatd.kvcache.block_directory import BlockDirectory
-
-    if not root.is_dir():
-        return 0
-    directory = BlockDirectory(root)
-    try:
-        return directory.remove_tenant(tenant)
-    except OSError as error:
-        raise EnvironmentProblem(f"{root} cannot be cleared: {error.strerror or error}") from None
-    finally:
-        directory.close()
 
 
 def usage(
@@ -264,7 +136,7 @@ def usage(
     with _reading(directory, config) as reader:
         rows = reader.usage(tenant, _day(first, "--from"), _day(last, "--to"))
     if as_json:
-        _print(
+        print_text(
             json.dumps(
                 [
                     {name: str(value) if name == "day" else value for name, value in _fields(row).items()}
@@ -295,12 +167,13 @@ def _directory(given: Path | None, config: Path | None) -> Path:
 @contextmanager
 def _reading(given: Path | None, config: Path | None) -> Iterator[JournalReader]:
     """Open a journal to read, beside whoever writes it."""
-    with _reader(_directory(given, config)) as reader:
+    with journal_reader(_directory(given, config)) as reader:
         yield reader
 
 
 @contextmanager
-def _reader(place: Path) -> Iterator[JournalReader]:
+def journal_reader(place: Path) -> Iterator[JournalReader]:
+    """Open the journal in a directory to read, beside whoever writes it."""
     from chatd.journal.directory import DATABASE
     from chatd.journal.reader import open_to_read
     from chatd.journal.storage_errors import DATABASE_ERRORS
@@ -321,73 +194,11 @@ def _reader(place: Path) -> Iterator[JournalReader]:
         raise EnvironmentProblem(f"the journal in {place} cannot be read: {error}") from None
 
 
-def _writing(place: Path, run: Callable[[Journal], Coroutine[object, object, _T]]) -> _T:
-    """Open a journal that no daemon has, do something, and close it."""
-    from chatd.journal.directory import JournalInUse
-    from chatd.journal.journal import Journal
-
-    async def main() -> _T:
-        try:
-            journal = Journal.open(place)
-        except JournalInUse as error:
-            error.hint = "stop that daemon first, or do it through the daemon: session.erase, session.create"
-            raise
-        try:
-            return await run(journal)
-        finally:
-            await journal.close()
-
-    return asyncio.run(main())
-
-
 def _load(reader: JournalReader, session: str) -> tuple[SessionRecord, list[MessageRecord]]:
     record = reader.session(session)
     if record is None:
         raise NotFound(f"session {session[:64]!r} is not in the journal", param="session")
     return record, reader.messages(session)
-
-
-def _check_known(place: Path, sessions: Sequence[str]) -> None:
-    """Refuse ids that the journal does not have, before anything is removed."""
-    with _reader(place) as reader:
-        known = reader.session_ids()
-    for session in sessions:
-        if session not in known:
-            raise NotFound(f"session {session[:64]!r} is not in the journal", param="session")
-
-
-def _read_file(path: Path, tenant: str | None, user: str | None) -> SessionFile:
-    import msgspec
-
-    from chatd.session_files import from_json
-
-    try:
-        file = from_json(path.read_bytes())
-    except OSError as error:
-        raise EnvironmentProblem(f"{path} cannot be read: {error.strerror}") from None
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{path}: {error.message}", param="file") from None
-    owner = {"tenant": tenant or file.session.tenant, "user": user or file.session.user}
-    return msgspec.structs.replace(file, session=msgspec.structs.replace(file.session, **owner))
-
-
-async def _import(journal: Journal, place: Path, file: SessionFile) -> None:
-    """Write a conversation, if nothing else has its ids; messages that a fork brought along already are shared."""
-    from chatd.journal.records import SaveMessage, SaveSession
-
-    session = file.session
-    with _reader(place) as reader:
-        if session.id in reader.session_ids():
-            raise Conflict(
-                f"session {session.id!r} is in the journal already", hint="--new-ids makes another one of it"
-            )
-        for message in file.messages:
-            known = reader.message(message.id)
-            if known is not None and known != (session.tenant, session.user, message):
-                raise Conflict(
-                    f"message {message.id!r} is in the journal already, and is another one", hint="use --new-ids"
-                )
-    await journal.commit([SaveSession(session), *(SaveMessage(session.id, message) for message in file.messages)])
 
 
 def _summary(session: SessionRecord) -> dict[str, object]:
@@ -420,6 +231,6 @@ def _text(cell: str) -> str:
     return escape(cell)
 
 
-def _print(text: str, end: str = "\n") -> None:
+def print_text(text: str, end: str = "\n") -> None:
     """Write text as it is: neither wrapped nor taken for markup."""
     sys.stdout.write(text + end)

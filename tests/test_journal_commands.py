@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from chatd.cli import app
 from chatd.errors import ChatdError, Conflict, EnvironmentProblem, InvalidRequest, NotFound
-from chatd.journal.directory import DATABASE, JournalInUse
+from chatd.journal.directory import DATABASE, JournalDirectory, JournalInUse
 from chatd.journal.journal import Journal
 from chatd.journal.reader import JournalReader, connect_to_read
 from chatd.journal.records import Change, CountUsage, MessageRecord, SaveMessage, SaveSession, ShareMessages
@@ -108,14 +108,29 @@ def test_conversations_are_read_beside_a_daemon(journal: Path) -> None:
     assert json.loads(run("usage", "--directory", journal, "--json"))[0]["input_tokens"] == 1000
 
 
+CHANGES = [("rm", "ses_1"), ("rm", "--unused-days", 1), ("erase", "ses_1"), ("erase-tenant", "acme")]
+
+
 @pytest.mark.usefixtures("in_use")
-@pytest.mark.parametrize(
-    "command", [("rm", "ses_1"), ("rm", "--unused-days", 1), ("erase", "ses_1"), ("erase-tenant", "acme")]
-)
-def test_nothing_is_written_beside_a_daemon(journal: Path, command: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize("command", CHANGES)
+def test_nothing_is_written_beside_a_daemon_that_does_not_say_where_it_is(
+    journal: Path, command: tuple[Any, ...]
+) -> None:
     with pytest.raises(JournalInUse, match=r"in use by process \d+") as caught:
         sessions(command[0], journal, *command[1:])
-    assert "stop that daemon first" in str(caught.value.hint)
+    assert "--url" in str(caught.value.hint)
+    assert read(journal, "ses_1") == TREE
+
+
+@pytest.mark.parametrize("command", CHANGES)
+def test_a_daemon_that_does_not_answer_is_said_and_nothing_is_written(journal: Path, command: tuple[Any, ...]) -> None:
+    held = JournalDirectory(journal)
+    held.announce("http://127.0.0.1:9")
+    try:
+        with pytest.raises(EnvironmentProblem, match=r"the daemon at \S+ does not answer"):
+            sessions(command[0], journal, *command[1:])
+    finally:
+        held.close()
     assert read(journal, "ses_1") == TREE
 
 

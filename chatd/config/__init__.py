@@ -7,7 +7,7 @@ All of it can be had from here: what there is to set (`settings`), how it is mer
 (`folders`), where a client connects (`connecting`, `servers`), and what an address is (`addresses`).
 """
 
-from chatd.config.addresses import DEFAULT_PORT, is_loopback, proxy_networks
+from chatd.config.addresses import DEFAULT_PORT, is_loopback, local_url, proxy_networks
 from chatd.config.connecting import ClientDefaults, check_key_transport, client_defaults, input_history_path
 from chatd.config.folders import (
     cache_dir,
@@ -73,6 +73,7 @@ __all__ = [
     "leaves",
     "load_settings",
     "local_key_path",
+    "local_url",
     "parse_bytes",
     "private_settings",
     "proxy_networks",

@@ -36,6 +36,15 @@ def host_of(url: str) -> str:
         return ""
 
 
+def local_url(url: str) -> str:
+    """Return where this machine reaches what listens at `url`: the loopback, where that is every address there is."""
+    parts = urlsplit(url)
+    if not is_address(parts.hostname or "") or not ipaddress.ip_address(parts.hostname or "").is_unspecified:
+        return url
+    host = "[::1]" if ":" in (parts.hostname or "") else "127.0.0.1"
+    return f"{parts.scheme}://{host}:{parts.port}"
+
+
 def is_address(text: str) -> bool:
     """Whether this is an IP address, and not a name."""
     try:

@@ -297,6 +297,10 @@ class BlockMoves:
             self.tiers.forget(digest)
         return num_host, num_disk
 
+    def forget_tenant(self, tenant: str, digests: Sequence[bytes]) -> tuple[int, int]:
+        """Give up all that the host has of a tenant, and these blocks of the disk; return how many either had."""
+        return self.tiers.forget_tenant(tenant, digests) if self.is_on else (0, 0)
+
     def counts(self, lease: Lease) -> tuple[int, int]:
         """Return the tokens of a lease beyond the pool's that the host has, and of the rest that the disk has.
 

@@ -30,6 +30,7 @@ from chatd.engine.messages import (
     EngineMessage,
     EngineStats,
     Erase,
+    EraseTenant,
     Finish,
     FinishReason,
     Fork,
@@ -142,6 +143,8 @@ class EngineCore:
                 self._release(message, now)
             case Erase():
                 self._erase(message, now)
+            case EraseTenant():
+                self._erase_tenant(message, now)
             case Retain() if message.lease >= 0:
                 self.leases.set_attached(message.lease, message.attached)
             case SetTenant():
@@ -358,6 +361,13 @@ class EngineCore:
             if request is not None:
                 self.scheduler.cancel(request, now)
         self.scheduler.outbox.append(self._eraser.erase(message, lease))
+
+    def _erase_tenant(self, message: EraseTenant, now: float) -> None:
+        assert message.tenant != PUBLIC_TENANT, "public blocks are nobody's to erase"
+        for request in list(self.scheduler.requests.values()):
+            if request.request_id >= 0 and request.lease.tenant == message.tenant:  # Beams end with their search.
+                self.scheduler.cancel(request, now)
+        self.scheduler.outbox.append(self._eraser.erase_tenant(message))
 
     def _request(self, request_id: RequestId) -> Request | None:
         """Return a request of the front's; negative numbers are the engine's own beams."""

@@ -172,7 +172,7 @@ class Forked(Message, frozen=True):
 
 
 class Erased(Message, frozen=True):
-    """Answers `Erase`: the blocks that are gone.
+    """Answers `Erase` and `EraseTenant`: the blocks that are gone.
 
     Attributes:
         lease: As it was given.

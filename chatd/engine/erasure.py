@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 
 from chatd.engine.block_moves import BlockMoves
-from chatd.engine.messages import PUBLIC_TENANT, Erase, Erased
+from chatd.engine.messages import PUBLIC_TENANT, Erase, Erased, EraseTenant
 from chatd.kvcache.leases import Lease, LeaseTable
 from chatd.kvcache.manager import ID_TYPECODE, KVCacheManager
 
@@ -35,12 +35,7 @@ class Eraser:
         tenant = None if message.tenant == PUBLIC_TENANT else message.tenant
         num_blocks = 0
         if lease is not None:
-            # What nobody can find: a last block that is partly full.
-            num_blocks = sum(
-                self._kv.pool.blocks[block_id].ref_count == 1 and self._kv.pool.blocks[block_id].entry is None
-                for block_id in lease.table.block_ids
-            )
-            self._leases.close(lease)
+            num_blocks = self._close(lease)
         try:
             token_ids = array(ID_TYPECODE, message.token_ids)
         except OverflowError:
@@ -49,6 +44,20 @@ class Eraser:
         num_blocks += self._kv.forget_sequence(tenant, token_ids, first)
         num_host, num_disk = self._moves.forget_sequence(tenant, token_ids, first)
         return Erased(message.lease, num_blocks, num_host, num_disk)
+
+    def erase_tenant(self, message: EraseTenant) -> Erased:
+        """Close every lease of a tenant, on which no request is, and forget all its blocks; say what is gone."""
+        num_blocks = sum([self._close(lease) for lease in list(self._leases) if lease.tenant == message.tenant])
+        num_blocks += self._kv.forget_tenant(message.tenant)
+        num_host, num_disk = self._moves.forget_tenant(message.tenant, message.digests)
+        return Erased(message.lease, num_blocks, num_host, num_disk)
+
+    def _close(self, lease: Lease) -> int:
+        """Close a lease; return how many blocks it had that nobody can find: a last one that is partly full."""
+        blocks = [self._kv.pool.blocks[block_id] for block_id in lease.table.block_ids]
+        num_blocks = sum(block.ref_count == 1 and block.entry is None for block in blocks)
+        self._leases.close(lease)
+        return num_blocks
 
     def trim(self, lease: Lease, length: int) -> None:
         """Cut a lease that no request is on, so that what it alone has of the rest is nowhere any more."""

@@ -97,6 +97,22 @@ class Erase(Message, frozen=True):
     token_ids: list[int]
 
 
+class EraseTenant(Message, frozen=True):
+    """Forget all that there is of a tenant: its leases, its blocks in the pool and in the host, and some on the disk.
+
+    Answered with `Erased`. Requests of the tenant are cancelled.
+
+    Attributes:
+        lease: Names the answer; nobody's.
+        tenant: Which; not the public one.
+        digests: Names of its blocks on the disk, which knows no tenants.
+    """
+
+    lease: LeaseId
+    tenant: str
+    digests: list[bytes]
+
+
 class Cancel(Message, frozen=True):
     """End a request as cancelled; what it has computed stays in the lease."""
 
@@ -187,6 +203,7 @@ FrontMessage = (
     | Trim
     | Release
     | Erase
+    | EraseTenant
     | Cancel
     | Finish
     | Retain

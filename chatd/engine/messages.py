@@ -35,6 +35,7 @@ from chatd.engine.engine_messages import (
 from chatd.engine.front_messages import (
     Cancel,
     Erase,
+    EraseTenant,
     Finish,
     Fork,
     FrontMessage,
@@ -74,6 +75,7 @@ __all__ = [
     "EngineMessage",
     "EngineStats",
     "Erase",
+    "EraseTenant",
     "Erased",
     "Finish",
     "FinishReason",

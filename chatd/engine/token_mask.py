@@ -13,9 +13,19 @@ from dataclasses import replace
 import msgspec
 
 from chatd.engine.engine_config import EngineConfig
-from chatd.engine.messages import Beams, EngineMessage, Erase, FrontMessage, Submit, TokenDelta, Tokens
+from chatd.engine.messages import (
+    Beams,
+    EngineMessage,
+    Erase,
+    EraseTenant,
+    FrontMessage,
+    Submit,
+    TokenDelta,
+    Tokens,
+)
 from chatd.engine.plan import StepOutput, TokenLogprobs
 from chatd.engine.sampling import SamplingParams
+from chatd.kvcache.block_directory import DIGEST_BYTES
 
 
 class _Numbers(dict[int, int]):
@@ -52,6 +62,9 @@ class TokenMask:
         """Return what the front said."""
         if isinstance(message, Erase):
             return msgspec.structs.replace(message, token_ids=self._all_in_range(message.token_ids))
+        if isinstance(message, EraseTenant):
+            names = [number.to_bytes(DIGEST_BYTES, "big") for number in range(len(message.digests))]
+            return msgspec.structs.replace(message, digests=names)
         if not isinstance(message, Submit):
             return message
         ids = message.new_ids

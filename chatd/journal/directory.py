@@ -2,7 +2,7 @@
 
 ```
 DIRECTORY/           0700, this user's own
-  lock               held by the one daemon that uses the directory; says which
+  lock               held by the one daemon that uses the directory; says which process, and where it answers
   journal.db         0600, and beside it -wal and -shm, which SQLite makes with the same mode
 ```
 """
@@ -18,14 +18,20 @@ from chatd.errors import ConfigError
 
 DATABASE = "journal.db"
 _LOCK = "lock"
+_MAX_LOCK_BYTES = 4096
 _PARAM = "journal.directory"
 _DATABASE_FILES = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", f"{DATABASE}-journal")
 
 
 class JournalInUse(ConfigError):
-    """Another process writes the journal."""
+    """Another process writes the journal.
+
+    Attributes:
+        url: Where that daemon answers, on this machine; None where it has not said so yet.
+    """
 
     code = "journal_in_use"
+    url: str | None = None
 
 
 class JournalDirectory:
@@ -58,6 +64,14 @@ class JournalDirectory:
             raise ConfigError(
                 f"the journal in {path} cannot be opened: {error.strerror or error} ({_PARAM})", param=_PARAM
             ) from error
+
+    def announce(self, url: str) -> None:
+        """Say where the daemon answers that uses the directory, to whoever finds it locked.
+
+        Raises:
+            OSError: The system's.
+        """
+        os.pwrite(self._lock, f"{os.getpid()}\n{url}\n".encode(), 0)
 
     def close(self) -> None:
         """Let another process have the directory."""
@@ -108,13 +122,15 @@ def _take_lock(path: Path) -> int:
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     except BlockingIOError:
-        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+        holder, _, url = os.pread(descriptor, _MAX_LOCK_BYTES, 0).decode("ascii", "replace").partition("\n")
         os.close(descriptor)
-        raise JournalInUse(
+        error = JournalInUse(
             f"the journal in {path} is in use by process {holder or 'unknown'} ({_PARAM})",
             param=_PARAM,
             hint="stop that daemon, or give this one a directory of its own",
-        ) from None
+        )
+        error.url = url.strip() or None
+        raise error from None
     except OSError:
         os.close(descriptor)
         raise

@@ -11,6 +11,7 @@ Journal ── JournalDirectory    the lock, and who may read the files
 from __future__ import annotations
 
 import asyncio
+import logging
 import sqlite3
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,7 @@ DAY_S = 86400.0
 _OLDEST_SQLITE = (3, 34, 0)
 _EXPIRE_AT_ONCE = 16
 _T = TypeVar("_T")
+_log = logging.getLogger("chatd.journal")
 
 
 class Journal:
@@ -106,6 +108,13 @@ class Journal:
         """How many transactions were committed since the start."""
         return self._writer.num_transactions
 
+    def announce(self, url: str) -> None:
+        """Say where the daemon answers that has the journal; where that cannot be written, commands are told it."""
+        try:
+            self._directory.announce(url)
+        except OSError as error:
+            _log.warning("the journal's lock cannot say where this daemon answers: %s", error)
+
     async def close(self) -> None:
         """Write what waits, and let another process have the directory."""
         if self._is_closed:
@@ -161,6 +170,15 @@ class Journal:
         """
         return await self._writer.submit(lambda tables: tables.erase_tenant(tenant), CHANGE_BYTES)
 
+    async def expired(self, now: float, days: Mapping[str, float], default_days: float | None = None) -> list[str]:
+        """Return the sessions that `expire` would erase.
+
+        Raises:
+            StorageError: The journal cannot be read.
+        """
+        before, default = _limits(now, days, default_days)
+        return await self._writer.submit(lambda tables: tables.expired(before, default), 0)
+
     async def expire(
         self,
         now: float,
@@ -181,8 +199,7 @@ class Journal:
         Raises:
             StorageError: As `erase`; what was erased before is erased.
         """
-        before = {tenant: now - DAY_S * own for tenant, own in days.items()}
-        default = None if default_days is None else now - DAY_S * default_days
+        before, default = _limits(now, days, default_days)
         kept = frozenset(in_use)
         erased: list[str] = []
         while found := await self._writer.submit(
@@ -207,6 +224,14 @@ class Journal:
             DamagedRecord: One of them is not what was written; other sessions are not concerned.
         """
         return await self._read("reads", lambda reader: reader.messages(session))
+
+    async def message(self, message: str) -> tuple[str, str, MessageRecord] | None:
+        """Return a message's tenant, user and record; None where there is none of this id.
+
+        Raises:
+            DamagedRecord: It is not what was written.
+        """
+        return await self._read("reads", lambda reader: reader.message(message))
 
     async def search(self, tenant: str, user: str, query: str, limit: int) -> list[str]:
         """Return an owner's sessions with every word of the query in the title or in one message, the best first."""
@@ -243,6 +268,12 @@ def _connect(database: Path) -> sqlite3.Connection:
     connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
     open_files(connection)
     return connection
+
+
+def _limits(now: float, days: Mapping[str, float], default_days: float | None) -> tuple[dict[str, float], float | None]:
+    """Return before when a session was used last that is kept no longer, by tenant, and for the others."""
+    before = {tenant: now - DAY_S * own for tenant, own in days.items()}
+    return before, None if default_days is None else now - DAY_S * default_days
 
 
 def _erase_expired(

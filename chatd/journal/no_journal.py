@@ -20,6 +20,14 @@ class NoJournal:
         """Return that nothing was removed."""
         return Erased(messages=0, shared_messages=0, tokens=0, num_bytes=0)
 
+    async def erase_tenant(self, tenant: str) -> tuple[int, Erased]:
+        """Return that nothing was removed."""
+        return 0, Erased(messages=0, shared_messages=0, tokens=0, num_bytes=0)
+
+    async def message(self, message: str) -> tuple[str, str, MessageRecord] | None:
+        """Return nothing."""
+        return None
+
     async def sessions(self) -> list[SessionRecord]:
         """Return nothing."""
         return []

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from chatd.errors import EnvironmentProblem
-from chatd.kvcache.block_file import read_namespace
+from chatd.kvcache.block_file import Origin, read_origin
 from chatd.kvcache.prefix_index import tenant_of_frame
 
 KEY_BYTES = 32
@@ -107,7 +107,7 @@ class BlockDirectory:
             OSError: The system's.
         """
         found: list[tuple[int, bytes]] = []
-        for folder, entry in self._entries():
+        for folder, entry in _entries(self._folder):
             name = _FILE.fullmatch(entry.name)
             status = entry.stat(follow_symlinks=False)
             is_whole = stat.S_ISREG(status.st_mode) and status.st_size == num_bytes
@@ -124,26 +124,57 @@ class BlockDirectory:
             OSError: The system's.
         """
         num_removed = 0
-        for _, entry in self._entries():
-            if not entry.is_file(follow_symlinks=False):
-                continue
-            path = Path(entry.path)
-            namespace = None if path == self.writing else read_namespace(path)
-            if namespace is None or tenant_of_frame(namespace) == tenant:
+        for path, origin in self.origins():
+            if origin is None or tenant_of_frame(origin.namespace) == tenant:
                 path.unlink(missing_ok=True)
-                num_removed += namespace is not None
+                num_removed += origin is not None
         return num_removed
 
-    def _entries(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """Yield what is in the folder, with "", and in its fan-out folders, with their names."""
-        with os.scandir(self._folder) as outer:
-            for entry in outer:
-                if not entry.is_dir(follow_symlinks=False):
-                    yield "", entry
-                elif _FAN_OUT.fullmatch(entry.name):
-                    with os.scandir(entry.path) as inner:
-                        for file in inner:
-                            yield entry.name, file
+    def origins(self) -> Iterator[tuple[Path, Origin | None]]:
+        """Yield every file with what its header says that it was computed from; None of one that is no block's.
+
+        Raises:
+            OSError: The system's.
+        """
+        for _, entry in _entries(self._folder):
+            if entry.is_file(follow_symlinks=False):
+                path = Path(entry.path)
+                yield path, None if path == self.writing else read_origin(path)
+
+
+def find_tenant(root: Path, tenant: str) -> list[bytes]:
+    """Return the digests of a tenant's blocks in a directory that may be in use; it is only read.
+
+    Raises:
+        OSError: The system's.
+    """
+    found: list[bytes] = []
+    folder = root / _FOLDER
+    if not folder.is_dir():
+        return found
+    for _, entry in _entries(folder):
+        name = _FILE.fullmatch(entry.name)
+        if name is None:
+            continue
+        try:
+            origin = read_origin(Path(entry.path))
+        except FileNotFoundError:
+            continue  # It was removed meanwhile.
+        if origin is not None and tenant_of_frame(origin.namespace) == tenant:
+            found.append(bytes.fromhex(name[1]))
+    return found
+
+
+def _entries(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Yield what is in a folder of blocks, with "", and in its fan-out folders, with their names."""
+    with os.scandir(folder) as outer:
+        for entry in outer:
+            if not entry.is_dir(follow_symlinks=False):
+                yield "", entry
+            elif _FAN_OUT.fullmatch(entry.name):
+                with os.scandir(entry.path) as inner:
+                    for file in inner:
+                        yield entry.name, file
 
 
 def load_key(root: Path) -> bytes:

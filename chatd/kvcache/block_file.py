@@ -82,8 +82,8 @@ def write_block(path: Path, origin: Origin, payload: memoryview) -> None:
         os.close(descriptor)
 
 
-def read_namespace(path: Path) -> bytes | None:
-    """Return the namespace that a file's header names, unchecked; None where it is no file of a block.
+def read_origin(path: Path) -> Origin | None:
+    """Return what a file's header says that it was computed from, unchecked; None where it is no file of a block.
 
     Raises:
         OSError: The system's.
@@ -96,8 +96,11 @@ def read_namespace(path: Path) -> bytes | None:
         os.close(descriptor)
     if not is_whole or not header.startswith(_MAGIC):
         return None
-    length = _LENGTHS.unpack_from(header)[1]
-    return bytes(header[_CHECKSUM.stop : _CHECKSUM.stop + length])
+    parts, start = [], _CHECKSUM.stop
+    for length in _LENGTHS.unpack_from(header)[1:4]:
+        parts.append(bytes(header[start : start + length]))
+        start += length
+    return Origin(*parts)
 
 
 def read_block(path: Path, origin: Origin, payload: memoryview) -> None:

@@ -313,6 +313,14 @@ class KVCacheManager:
             parent = entry
         return 0 if top is None else self.pool.unregister(top.block_id)
 
+    def forget_tenant(self, tenant: str) -> int:
+        """Take every block of a tenant out of the index; return how many. It looks at all blocks of the pool."""
+        namespace, num_blocks = self.index.namespace_id(self._base.of(tenant)), 0
+        for block in self.pool.blocks:
+            if block.entry is not None and block.entry.namespace == namespace:
+                num_blocks += self.pool.unregister(block.block_id)
+        return num_blocks
+
     def poison(self, table: BlockTable) -> None:
         """Free a table whose KV is not to be trusted; none of its private blocks can be found again."""
         self.adopt(table)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NewType
 
 import xxhash
@@ -48,7 +48,7 @@ class Namespace:
 
     def frame(self) -> bytes:
         """Return the fields as typed, length-framed bytes: no two different namespaces give the same."""
-        fields = (
+        values = (
             self.weights_digest,
             self.weight_format,
             self.kv_format,
@@ -56,18 +56,32 @@ class Namespace:
             self.adapter,
             self.tenant,
         )
-        return b"".join(_frame(field) for field in fields)
+        return b"".join(_frame(value) for value in values)
 
 
 def tenant_of_frame(frame: bytes) -> str | None:
     """Return the tenant that `Namespace.frame` has as its last field; None for "public", or where it is no frame."""
-    fields: list[tuple[bytes, bytes]] = []
+    *_, (tag, body) = [(b"n", b""), *_fields(frame)]
+    return body.decode(errors="replace") if tag == b"s" else None
+
+
+def namespace_of_frame(frame: bytes) -> Namespace | None:
+    """Return the namespace whose `frame` this is; None where it is none's."""
+    values: list[str | int | None] = []
+    for tag, body in _fields(frame):
+        text = body.decode(errors="replace")
+        values.append(text if tag == b"s" else int(text) if tag == b"i" and text.isdecimal() else None)
+    if len(values) != len(fields(Namespace)):
+        return None
+    namespace = Namespace(*values)  # type: ignore[arg-type]
+    return namespace if namespace.frame() == frame else None
+
+
+def _fields(frame: bytes) -> Iterator[tuple[bytes, bytes]]:
     while len(frame) >= 5:
         length = int.from_bytes(frame[1:5], "big")
-        fields.append((frame[:1], frame[5 : 5 + length]))
+        yield frame[:1], frame[5 : 5 + length]
         frame = frame[5 + length :]
-    tag, body = fields[-1] if fields else (b"n", b"")
-    return body.decode(errors="replace") if tag == b"s" else None
 
 
 def _frame(field: str | int | None) -> bytes:

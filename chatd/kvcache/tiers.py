@@ -15,7 +15,7 @@ digests and slots, not bytes: those are moved by the runner and by the disk.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from chatd.kvcache.block import HostSlot
@@ -312,6 +312,19 @@ class Tiers:
         self.drop(digest)
         if self.disk is not None:
             self.disk.forget(digest)
+
+    def forget_tenant(self, tenant: str, digests: Iterable[bytes]) -> tuple[int, int]:
+        """Give up a tenant's blocks in every tier; return how many the host had, and the disk of those.
+
+        Args:
+            digests: Of what the disk has beyond the host; it knows no tenants.
+        """
+        held = [block.digest for block in self._blocks.values() if block.tenant == tenant]
+        num_disk = 0
+        for digest in (*held, *digests):
+            num_disk += self.is_on_disk(digest)
+            self.forget(digest)
+        return len(held), num_disk
 
     def drop(self, digest: bytes) -> None:
         """Give a block up in the host."""

@@ -23,6 +23,16 @@ from chatd.server.logging import get_logger, is_request_id
 from chatd.server.metrics import CONTENT_TYPE
 from chatd.server.openai import ABORT_EXTENSION, chat_completions, get_model, list_models
 from chatd.server.openai_frames import encode_body
+from chatd.server.operating import (
+    IMPORT_PATH,
+    REMOVE_PATH,
+    SESSION_PATH,
+    TENANT_PATH,
+    erase_session,
+    erase_tenant,
+    import_session,
+    remove_sessions,
+)
 from chatd.server.policy import Access, GuardedEndpoint, RoutePolicy, build_routes, check_routes
 from chatd.server.usage import USAGE_PATH, get_usage
 from chatd.server.websocket import chat_websocket
@@ -86,6 +96,10 @@ ROUTES = (
     RoutePolicy("GET", "/v1/models/{model:path}", Access.KEY, get_model),
     RoutePolicy("POST", "/v1/chat/completions", Access.KEY, chat_completions),
     RoutePolicy("GET", USAGE_PATH, Access.KEY, get_usage),
+    RoutePolicy("POST", IMPORT_PATH, Access.OPERATORS_KEY, import_session),
+    RoutePolicy("POST", REMOVE_PATH, Access.OPERATORS_KEY, remove_sessions),
+    RoutePolicy("DELETE", SESSION_PATH, Access.OPERATORS_KEY, erase_session),
+    RoutePolicy("DELETE", TENANT_PATH, Access.OPERATORS_KEY, erase_tenant),
     RoutePolicy("POST", TICKET_PATH, Access.KEY, _tickets),
     RoutePolicy("WEBSOCKET", WEBSOCKET_PATH, Access.KEY, chat_websocket),
 )

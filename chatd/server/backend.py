@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
-from chatd.config import Settings, disk_tier_directory, journal_directory, parse_bytes
+from chatd.config import Settings, disk_tier_directory, journal_directory, local_url, parse_bytes
 from chatd.engine.client import EngineClient
 from chatd.engine.messages import Ready
 from chatd.engine.options import EngineOptions, TenantShare
@@ -27,6 +27,7 @@ from chatd.sessions.limits import SessionLimits
 from chatd.sessions.manager import PublicPrompt, SessionManager
 from chatd.sessions.model_profile import ModelProfile
 from chatd.sessions.prompt_encoder import PromptEncoder
+from chatd.sessions.stored_blocks import remove_stored_blocks
 from chatd.sessions.template import ChatTemplate
 from chatd.sessions.tokenizer import ChatTokenizer, load_tokenizer
 
@@ -110,6 +111,7 @@ class Backend:
             daemon.report("opening the journal", 0.0)
             self._journal = await open_journal(settings, time.time())
             daemon.usage = self._journal.usage
+            self._journal.announce(local_url(daemon.url))
         files = await _in_daemon_thread(lambda: self._resolve(settings.model.name, daemon.report))
         engine = self._engine = self._make_engine(options_of(files))
         daemon.report("starting the engine", 0.0)
@@ -210,7 +212,12 @@ async def open_journal(settings: Settings, now: float) -> Journal:
     journal = await asyncio.to_thread(Journal.open, journal_directory(settings))
     days, default_days = retention_of(settings)
     try:
-        expired = await journal.expire(now, days, default_days) if days or default_days is not None else []
+        expired = []
+        if days or default_days is not None:
+            names = await journal.expired(now, days, default_days)
+            # No engine has the disk tier yet; the one that comes finds blocks of what sessions have only.
+            await remove_stored_blocks(journal, disk_tier_directory(settings), names)
+            expired = await journal.expire(now, days, default_days)
     except BaseException:
         await journal.close()
         raise

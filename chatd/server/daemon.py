@@ -77,6 +77,7 @@ class Daemon:
 
     Attributes:
         usage: Reads the tokens that were counted; None where nothing is kept.
+        url: Where it listens; "" before that.
     """
 
     def __init__(self, settings: Settings, keys: KeyStore, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -113,6 +114,7 @@ class Daemon:
         self.metrics = Metrics(self)
         self.connections: set[Connection] = set()
         self.streams: set[Stream] = set()
+        self.url = ""
         self.draining = False
         self.usage: ReadUsage | None = None
         self.on_frame_limit: Callable[[int], None] | None = None

@@ -115,6 +115,17 @@ class AnswerCache:
                 del answers.by_id[command]
                 answers.num_bytes -= answer.num_bytes
 
+    def erase_tenant(self, tenant: str) -> None:
+        """Forget all answers to a tenant's commands."""
+        for owner in [owner for owner in self._users if owner[0] == tenant]:
+            answers = self._users[owner]
+            for command, answer in list(answers.by_id.items()):
+                if answer.event.done():
+                    del answers.by_id[command]
+                    answers.num_bytes -= answer.num_bytes
+            if not answers.by_id:
+                del self._users[owner]
+
     def forget(self, tenant: str, user: str, command: Command) -> None:
         """Forget a command that was refused: it may be sent again under its id."""
         answers = self._users[tenant, user]

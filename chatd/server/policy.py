@@ -27,12 +27,14 @@ class Access(Enum):
         LOCAL: Any key, or an address on this machine.
         KEY: Any key.
         OPERATOR: The operator's key; where there is no keys file, an address on this machine will do.
+        OPERATORS_KEY: The operator's key, which is the local one where there is no keys file.
     """
 
     OPEN = "open"
     LOCAL = "local"
     KEY = "key"
     OPERATOR = "operator"
+    OPERATORS_KEY = "operator's key"
 
 
 class PolicyError(AssertionError):
@@ -81,7 +83,7 @@ def admit(authenticator: Authenticator, connection: HTTPConnection, access: Acce
     if local_will_do and authenticator.is_local(connection) and not authenticator.has_credentials(connection):
         return None
     principal = authenticator.authenticate(connection)
-    if access is Access.OPERATOR and not principal.operator:
+    if access in (Access.OPERATOR, Access.OPERATORS_KEY) and not principal.operator:
         raise PermissionDenied("this needs the operator's key (chatd keys create --operator)")
     return principal
 

@@ -85,7 +85,7 @@ async def carry_out(connection: Connection, command: Command) -> None:
         ChatdError: It is refused; nothing was done.
     """
     verb = VERBS[type(command)]
-    if verb.access is Access.OPERATOR and not connection.principal.operator:
+    if verb.access in (Access.OPERATOR, Access.OPERATORS_KEY) and not connection.principal.operator:
         raise PermissionDenied("this needs the operator's key")
     connection.daemon.metrics.command_received(str(command.__struct_config__.tag))
     if not verb.once or command.id is None:

@@ -18,6 +18,7 @@ from chatd.engine.messages import (
     Done,
     Erase,
     Erased,
+    EraseTenant,
     Finish,
     FinishReason,
     Fork,
@@ -379,6 +380,25 @@ class EngineRequests:
                 gone.num_disk_blocks + erased.num_disk_blocks,
             )
         return gone
+
+    async def erase_tenant(self, lease: LeaseId, tenant: str, names: Sequence[bytes]) -> Erased:
+        """Have the engine forget a tenant, on whose sessions no turn is, and these blocks of its on the disk.
+
+        Args:
+            lease: Names the answer; nobody's.
+            tenant: Which.
+            names: Of blocks.
+
+        Raises:
+            Unavailable: No engine serves, or it ended meanwhile.
+        """
+        answer: asyncio.Future[Erased] = asyncio.get_running_loop().create_future()
+        self._erasures[lease] = answer
+        try:
+            self._engine.send(EraseTenant(lease, tenant, list(names)))
+            return await answer
+        finally:
+            self._erasures.pop(lease, None)
 
     def on_erased(self, erased: Erased) -> None:
         """Take in what is gone."""

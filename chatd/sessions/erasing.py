@@ -6,6 +6,7 @@ is lost, and a journal that takes nothing leaves a session whose KV is computed 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
@@ -76,6 +77,28 @@ class Eraser:
                 if session.turn is None:  # Else it began while the lock was waited for.
                     return await self._erase(session, re, subscriber, receipt)
 
+    async def hold(self, session: Session, stack: contextlib.AsyncExitStack) -> bool:
+        """Keep everybody from a session until `stack` ends, with no answer in progress; False where it is gone."""
+        while True:
+            while (turn := session.turn) is not None:
+                self._runner.cancel(turn)
+                await turn.ended.wait()
+            async with contextlib.AsyncExitStack() as own:
+                await own.enter_async_context(session.lock)
+                if session.is_erased:
+                    return False
+                if session.turn is None:  # Else it began while the lock was waited for.
+                    session.is_erasing = True
+                    own.callback(setattr, session, "is_erasing", False)
+                    await stack.enter_async_context(own.pop_all())
+                    return True
+
+    def drop(self, session: Session, erased: SessionErased, sender: Subscriber | None = None) -> None:
+        """Forget a session of which nothing is left elsewhere, and tell whoever is attached."""
+        session.is_erased = True
+        self._attachments.erase(session, erased, sender)
+        self._store.drop(session)
+
     async def _erase(
         self, session: Session, re: str | None, subscriber: Subscriber | None, receipt: Receipt | None
     ) -> SessionErased:
@@ -120,8 +143,7 @@ class Eraser:
                 await self._recorder.commit([answer])
             except StorageError:
                 self._recorder.owe([answer])
-        self._attachments.erase(session, erased, subscriber)
-        self._store.drop(session)
+        self.drop(session, erased, subscriber)
         return erased
 
     def _count(self, session: Session) -> Erased:

@@ -54,6 +54,7 @@ from chatd.sessions.limits import SessionLimits
 from chatd.sessions.model_profile import ModelProfile, draw_seed
 from chatd.sessions.native import NativeDoor
 from chatd.sessions.native_turns import NativeTurns
+from chatd.sessions.operator_door import OperatorDoor
 from chatd.sessions.owner_changes import Asked, OwnerChanges
 from chatd.sessions.ports import ChatEncoder, EngineGateway, Journal, Vocabulary
 from chatd.sessions.public_prompts import PublicPrompt, PublicPrompts
@@ -106,6 +107,9 @@ class SessionManager:
         new_id: Makes ids with a prefix.
         draw: Makes seeds.
         journal: Keeps sessions beyond the daemon's end; `restore` takes up what it has.
+
+    Attributes:
+        operator: What only an operator may do.
     """
 
     def __init__(
@@ -174,6 +178,16 @@ class SessionManager:
         )
         self._recovery = Recovery(journal, self._recorder, self._store, self._runner, clock)
         self._door = StatelessDoor(self._runner, self._requests, self._store, limits, self.stats)
+        self.operator = OperatorDoor(
+            self._eraser,
+            self._requests,
+            self._store,
+            self._door,
+            self._recorder,
+            journal,
+            clock=clock,
+            on_erased=self._drafts.forget,
+        )
         self.public_prompts = PublicPrompts(
             encoder,
             self._requests,

@@ -97,6 +97,14 @@ class Journal(Protocol):
         """Commit an `EraseSession` and return what it removed, when nothing of it is left in the journal's files."""
         ...
 
+    async def erase_tenant(self, tenant: str) -> tuple[int, Erased]:
+        """Remove all that there is of a tenant, its usage too; return how many sessions, and what they had."""
+        ...
+
+    async def message(self, message: str) -> tuple[str, str, MessageRecord] | None:
+        """Return a message's tenant, user and record; None where there is none of this id."""
+        ...
+
     async def sessions(self) -> list[SessionRecord]:
         """Return every session, for the daemon's start."""
         ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from chatd.errors import StorageError
 from chatd.journal.no_journal import NoJournal
 from chatd.journal.records import (
     Change,
+    CountUsage,
     RemoveMessages,
     SaveAnswer,
     SaveMessage,
@@ -171,6 +172,19 @@ class Recorder:
             gone = [debt for debt in self._owed if debt.session == session]
             self._owed = [debt for debt in self._owed if debt.session != session]
             return [change for debt in gone for change in debt.changes]
+
+    async def forgive_tenant(self, tenant: str, sessions: Collection[str]) -> list[Sequence[Change]]:
+        """As `forgive`, of all sessions of a tenant, and of its usage and kept answers."""
+
+        def is_of(debt: _Debt) -> bool:
+            if debt.session is not None:
+                return debt.session in sessions
+            return any(isinstance(c, SaveAnswer | CountUsage) and c.tenant == tenant for c in debt.changes)
+
+        async with self._paying:
+            gone = [debt.changes for debt in self._owed if is_of(debt)]
+            self._owed = [debt for debt in self._owed if not is_of(debt)]
+            return gone
 
     async def _commit(self, changes: Sequence[Change]) -> None:
         commit = asyncio.ensure_future(self._journal.commit(changes))

@@ -104,6 +104,16 @@ class StatelessDoor:
         self._expire(owner)
         return Choices([completion, *others], 0 if request.beam is None else request.beam.width)
 
+    async def forget_tenant(self, tenant: str) -> None:
+        """End the answers to a tenant's requests, and forget its conversations."""
+        for session in list(self._sessions.values()):
+            if session.owner.tenant == tenant:
+                while (turn := session.turn) is not None:
+                    self._runner.cancel(turn)
+                    await turn.ended.wait()
+                if session.id in self._sessions:
+                    self._drop(session)
+
     def _sample(self, first: Turn, params: Params, others: Sequence[Completion]) -> None:
         """Start more answers to a prompt, each in a session of its own that shares it."""
         begun = [first]

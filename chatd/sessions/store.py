@@ -94,6 +94,14 @@ class SessionStore:
             session = self._named(owner, session_id)
         return session
 
+    def find(self, session_id: str) -> Session | None:
+        """Return the session of this name, whoever has it: for the operator alone."""
+        return next((owned[session_id] for owned in self._by_owner.values() if session_id in owned), None)
+
+    def all(self) -> builtins.list[Session]:
+        """Return every session that its owner sees, of all owners: for the operator alone."""
+        return [session for owned in self._by_owner.values() for session in owned.values()]
+
     def _named(self, owner: Owner, session_id: str) -> Session:
         session = self._by_owner.get(owner, {}).get(session_id)
         if session is None:

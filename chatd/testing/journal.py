@@ -79,6 +79,27 @@ class MemoryJournal:
             + sum(ids.itemsize * len(ids) for ids in all_ids),
         )
 
+    async def erase_tenant(self, tenant: str) -> tuple[int, Erased]:
+        """Remove all that there is of a tenant."""
+        names = [record.id for record in self._sessions.values() if record.tenant == tenant]
+        gone = [await self.erase(name) for name in names]
+        self._answers = {key: answer for key, answer in self._answers.items() if answer.tenant != tenant}
+        self.usage = [count for count in self.usage if count.tenant != tenant]
+        return len(gone), Erased(
+            messages=sum(erased.messages for erased in gone),
+            shared_messages=0,
+            tokens=sum(erased.tokens for erased in gone),
+            num_bytes=sum(erased.num_bytes for erased in gone),
+        )
+
+    async def message(self, message: str) -> tuple[str, str, MessageRecord] | None:
+        """Return whose a message is, and the message."""
+        record = self._messages.get(message)
+        for session, members in self._members.items():
+            if message in members and record is not None:
+                return self._sessions[session].tenant, self._sessions[session].user, record
+        return None
+
     async def sessions(self) -> list[SessionRecord]:
         """Return every session."""
         return list(self._sessions.values())

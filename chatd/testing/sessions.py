@@ -30,6 +30,7 @@ from chatd.engine.messages import (
     EngineMessage,
     Erase,
     Erased,
+    EraseTenant,
     Finish,
     FinishReason,
     Fork,
@@ -153,7 +154,7 @@ class ScriptedEngine:
     def send(self, message: FrontMessage) -> None:
         """Take a message; what it causes is delivered at the next step."""
         if self.ready is None:
-            if isinstance(message, Submit | Fork | Erase):
+            if isinstance(message, Submit | Fork | Erase | EraseTenant):
                 raise Unavailable("the engine is restarting", code="engine_unavailable", retry_after_ms=1000)
             return
         self.sent.append(message)
@@ -172,6 +173,8 @@ class ScriptedEngine:
             case Erase():
                 held = self.leases.pop(message.lease, [])
                 self._outbox.append(Erased(message.lease, -(-len(held) // BLOCK_SIZE), 0, 0))
+            case EraseTenant():
+                self._outbox.append(Erased(message.lease, 0, 0, len(message.digests)))
             case Cancel():
                 self._end(message.request, FinishReason.CANCELLED)
             case Finish():

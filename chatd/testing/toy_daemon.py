@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
-from chatd.config import Settings, journal_directory
+from chatd.config import Settings, journal_directory, local_url
 from chatd.engine.client import EngineClient
 from chatd.journal.journal import Journal
 from chatd.server.backend import Backend, session_limits
@@ -61,6 +61,7 @@ class ToyBackend:
         if self._settings.journal.enabled:
             self._journal = await asyncio.to_thread(Journal.open, journal_directory(self._settings))
             self._daemon.usage = self._journal.usage
+            self._journal.announce(local_url(self._daemon.url))
         engine = TickingCore(pace_s=self._pace_s, num_blocks=1024, answer_ids=encode_text(LETTERS))
         profile = ModelProfile(
             id="toy", context=CONTEXT, vocab_size=VOCAB_SIZE, stop_token_ids=STOP_IDS, max_tokens=None

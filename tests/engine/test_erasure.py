@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from chatd.engine.erasure import common_length
-from chatd.engine.messages import Cancel, Erase, Erased, Fork, Release, RequestClass, Trim
+from chatd.engine.messages import Cancel, Erase, Erased, EraseTenant, Fork, Release, RequestClass, Trim
 from chatd.testing.disk import FakeDisk
 from chatd.testing.engine import EngineHarness, engine_config, sampling_params
 
@@ -181,3 +181,37 @@ def test_a_trim_waits_for_the_request_on_its_lease():
 )
 def test_common_length_is_that_of_the_common_beginning(a, b, length):
     assert common_length(array("i", a), array("i", b)) == length
+
+
+def test_nothing_of_a_tenant_is_left_in_any_tier_and_its_neighbors_keep_theirs():
+    engine, disk = with_tiers()
+    for request, tenant in ((1, "acme"), (2, "acme"), (3, "blue"), (4, "")):
+        engine.generate(request, prompt(20, start=request), tenant=tenant, params=sampling_params(8))
+    engine.settle()
+    logs = {lease: log(engine, lease) for lease in (1, 2, 3, 4)}
+    engine.send(Release(2))
+    engine.submit(5, prompt(20, start=5), params=sampling_params(50))
+    engine.submit(6, prompt(20, start=6), params=sampling_params(50))
+    engine.step(3)
+    on_disk = [d for d in disk.digests if d not in names_of(engine, logs[3], "blue") + names_of(engine, logs[4], None)]
+    first = erase_tenant(engine, [])
+    second = erase_tenant(engine, on_disk)
+    assert [str(engine.done[request].reason) for request in (5, 6)] == ["cancelled"] * 2
+    assert [lease.lease_id for lease in engine.core.leases] == [3, 4]
+    assert first.num_host_blocks >= 12
+    assert first.num_disk_blocks + second.num_disk_blocks == 12
+    assert [cached(engine, logs[lease]) for lease in (1, 2)] == [0, 0]
+    assert [below(engine, disk, logs[lease]) for lease in (1, 2)] == [0, 0]
+    assert (cached(engine, logs[3], "blue"), below(engine, disk, logs[3], "blue")) == (6, 6)
+    assert cached(engine, logs[4], "") == 6
+    assert erase_tenant(engine, on_disk) == Erased(99, 0, 0, 0)
+
+
+def names_of(engine, ids, tenant):
+    return engine.core.scheduler.moves._names.of_sequence(tenant, array("i", ids))
+
+
+def erase_tenant(engine, digests):
+    said = engine.send(EraseTenant(99, "acme", digests))
+    engine.core.check_invariants()
+    return next(message for message in said if isinstance(message, Erased))

@@ -10,6 +10,7 @@ from chatd.engine.messages import (
     Cancel,
     EngineMessage,
     Erase,
+    EraseTenant,
     FinishReason,
     FrontMessage,
     LeaseId,
@@ -41,6 +42,9 @@ def test_ids_are_numbered_in_the_order_of_their_first_appearance() -> None:
     assert asked.params.logit_bias == ((3, 2.0),)
     erased = mask.front(Erase(LeaseId(1), "acme", [600, 500, -1, 1000]))
     assert erased == Erase(LeaseId(1), "acme", [*mask.ids([600, 500]), -1, 1000])
+    # The names of blocks are made with a secret, and only their number is looked at.
+    left = mask.front(EraseTenant(LeaseId(1), "acme", [b"s" * 32, b"t" * 32]))
+    assert left == EraseTenant(LeaseId(1), "acme", [bytes(32), bytes(31) + b"\1"])
     output = mask.output(StepOutput({ONE: 500}, {ONE: TokenLogprobs(-1.0, ((500, -1.0), (999, -2.0)))}, {}, 1.0))
     assert output == StepOutput({ONE: 2}, {ONE: TokenLogprobs(-1.0, ((2, -1.0), (5, -2.0)))}, {}, 1.0)
     output = mask.output(StepOutput({}, candidates={ONE: [(800, -1.0), (998, -2.0)]}))
@@ -67,7 +71,7 @@ def test_what_has_no_tokens_stays() -> None:
 
 def test_every_place_where_a_token_can_stand_is_known() -> None:
     """A new field with token ids must be masked; one without is added here."""
-    with_ids = {"new_ids", "token_ids", "params", "deltas", "sequences"}
+    with_ids = {"new_ids", "token_ids", "digests", "params", "deltas", "sequences"}
     quiet = {
         *("request", "lease", "new_lease", "tenant", "base_len", "request_class", "keep_lease", "compute_only"),
         *("sample_of", "beam", "at", "length", "attached", "interval_s", "with_map", "with_leases", "weight", "floor"),
