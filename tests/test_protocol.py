@@ -29,6 +29,7 @@ GOOD = {
     "prefill": {"session": "s"},
     "pool.subscribe": {},
     "pool.unsubscribe": {},
+    "pool.inspect": {"cell": 0},
     "ping": {"t": 1.5},
 }
 

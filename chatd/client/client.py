@@ -36,6 +36,8 @@ from chatd.protocol import (
     Params,
     Ping,
     Pong,
+    PoolInspect,
+    PoolInspected,
     PoolSnapshot,
     PoolSubscribe,
     PoolUnsubscribe,
@@ -247,6 +249,15 @@ class Client(Connection):
             if self._socket is not None:
                 wish = combined([other.wish for other in self._pool_readers])
                 self._spawn(wish or PoolUnsubscribe())
+
+    async def inspect_cell(self, cell: int, blocks_per_cell: int = 1) -> PoolInspected:
+        """Return what is in a cell of the map now; `blocks_per_cell` is what `PoolState.cells` has.
+
+        For daemons that offer it (`"pool.inspect"` in `hello.caps`). A tenant among others is answered once a second.
+        """
+        command = PoolInspect(id=new_id(), cell=cell, blocks_per_cell=blocks_per_cell)
+        inspected, _ = await self._ask(command, PoolInspected)
+        return inspected
 
     async def _subscribe_pool(self) -> None:
         wish = combined([reader.wish for reader in self._pool_readers])

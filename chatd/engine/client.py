@@ -33,6 +33,7 @@ from chatd.engine.messages import (
     EraseTenant,
     Fork,
     FrontMessage,
+    InspectBlocks,
     Loading,
     Pong,
     Ready,
@@ -204,9 +205,10 @@ class EngineClient:
     def send(self, message: FrontMessage) -> None:
         """Send a message without waiting.
 
-        While no engine serves, `Submit`, `Fork`, `Erase` and `EraseTenant` are refused; the other messages are about
-        what died with it, and are dropped. An engine that takes nothing gets no more work, but is told all else. The
-        last `WatchPool`, and the last `SetTenant` of each tenant, are repeated to each new process.
+        While no engine serves, what is waited for (`Submit`, `Fork`, `Erase`, `EraseTenant`, `InspectBlocks`) is
+        refused; the other messages are about what died with it, and are dropped. An engine that takes nothing gets no
+        more work, but is told all else. The last `WatchPool`, and the last `SetTenant` of each tenant, are repeated to
+        each new process.
 
         Raises:
             Unavailable: No engine serves, or it does not take what was sent before.
@@ -217,7 +219,7 @@ class EngineClient:
             self._shares[message.tenant] = message
         process = self._process
         if self._state not in _SERVING or process is None:
-            if isinstance(message, Submit | Fork | Erase | EraseTenant):
+            if isinstance(message, Submit | Fork | Erase | EraseTenant | InspectBlocks):
                 raise Unavailable(
                     f"the engine is {self._state} ({self._phase})", code="engine_unavailable", retry_after_ms=1000
                 )

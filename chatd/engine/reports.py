@@ -248,14 +248,16 @@ class Reporter:
 
     def _lease(self, lease: Lease, now: float) -> LeasePool:
         is_in_use = lease.state in (LeaseState.ACTIVE, LeaseState.QUEUED)
+        holdings = self._scheduler.kv.holdings(lease.table)
         return LeasePool(
             LeaseId(lease.lease_id),
             lease.tenant or "",
-            *self._scheduler.kv.count_blocks(lease.table),
+            holdings.num_blocks,
+            holdings.num_shared,
             len(lease.token_ids),
             _row_tier(lease),
             is_in_use,
-            self._scheduler.kv.bill(lease.table),
+            holdings.bill,
             _USES[lease.state],
             0.0 if is_in_use else round(now - lease.idle_since, 3),
         )

@@ -211,7 +211,7 @@ class Roster:
             self.leases.set_idle(lease)
         else:
             self.leases.close(lease)
-        held, shared = self.kv.count_blocks(lease.table)
+        holdings = self.kv.holdings(lease.table)
         self.outbox.append(
             Done(
                 request.request_id,
@@ -222,8 +222,8 @@ class Roster:
                 request.timings(now),
                 error_code,
                 error_message,
-                held,
-                shared,
+                holdings.num_blocks,
+                holdings.num_shared,
             )
         )
         self.note("end", request, list(FinishReason).index(reason), num_output)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from chatd.kvcache.block import BlockId
 from chatd.kvcache.block_pool import NOBODY, SHARED, Account, BlockPool
@@ -20,6 +21,20 @@ BlockKey = tuple[NamespaceId, int, bytes]
 """Which block: its namespace, the serial of its parent's entry (0 at the start of a sequence), and its tokens."""
 
 ID_TYPECODE = "i"
+
+
+class Holdings(NamedTuple):
+    """What one table holds.
+
+    Attributes:
+        num_blocks: In the table.
+        num_shared: Of those, the ones that somebody else holds too, or that are public.
+        bill: In blocks: each that is shared is split among those who hold it, a public one is nobody's.
+    """
+
+    num_blocks: int
+    num_shared: int
+    bill: float
 
 
 @dataclass(slots=True)
@@ -147,27 +162,23 @@ class KVCacheManager:
             return table.num_computed_tokens
         return (table.num_computed_tokens // self.block_size + len(computed)) * self.block_size
 
-    def count_blocks(self, table: BlockTable) -> tuple[int, int]:
-        """Return the blocks of a table, and how many of them somebody else holds too."""
-        states = self.pool.states
-        return len(table.block_ids), sum(states[block_id] == SHARED for block_id in table.block_ids)
+    def holdings(self, table: BlockTable) -> Holdings:
+        """Return what a table holds and what it has to answer for.
 
-    def bill(self, table: BlockTable) -> float:
-        """Return what a table has to answer for, in blocks: each that is shared is split among those who hold it.
-
-        Public blocks are nobody's. All bills, the public blocks with a holder, and what plans in flight alone hold are
-        together the active blocks. What one table says depends on its own namespace only.
+        All bills, the public blocks with a holder, and what plans in flight alone hold are together the active blocks.
+        What one table says depends on its own namespace only: a public block counts as shared, whoever else holds it.
         """
         states, owners, blocks = self.pool.states, self.pool.owners, self.pool.blocks
         parts = 0.0
-        num_split = 0
+        num_shared = 0
         for block_id in table.block_ids:
             if owners[block_id] == NOBODY:
-                num_split += 1
+                num_shared += 1
             elif states[block_id] == SHARED:
-                num_split += 1
+                num_shared += 1
                 parts += 1.0 / blocks[block_id].ref_count
-        return len(table.block_ids) - num_split + parts
+        num_blocks = len(table.block_ids)
+        return Holdings(num_blocks, num_shared, num_blocks - num_shared + parts)
 
     def num_missing_blocks(self, table: BlockTable, num_tokens: int, computed: Sequence[BlockId] = ()) -> int:
         """Blocks that `allocate_slots` with these arguments would take from the pool, found ones included."""

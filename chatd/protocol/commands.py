@@ -171,6 +171,13 @@ class PoolUnsubscribe(_Command, frozen=True, kw_only=True, tag="pool.unsubscribe
     """Receive it no more."""
 
 
+class PoolInspect(_Command, frozen=True, kw_only=True, tag="pool.inspect"):
+    """Tell what is in a cell of the map; `blocks_per_cell` is what the map's `cells` say."""
+
+    cell: Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+    blocks_per_cell: Annotated[int, msgspec.Meta(ge=1, le=2**31)] = 1
+
+
 class Ping(_Command, frozen=True, kw_only=True, tag="ping"):
     """Ask for a `pong` with the same `t`."""
 
@@ -196,6 +203,7 @@ Command = (
     | Prefill
     | PoolSubscribe
     | PoolUnsubscribe
+    | PoolInspect
     | Ping
 )
 COMMANDS: tuple[type[_Command], ...] = Command.__args__

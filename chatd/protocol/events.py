@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from chatd.protocol.pool_values import Cells, PoolTotals, SessionBlocks, TenantBlocks, TierBlocks
+from chatd.protocol.pool_values import CellBlock, Cells, PoolTotals, SessionBlocks, TenantBlocks, TierBlocks
 from chatd.protocol.values import ErrorBody, Item, Logprob, SessionInfo, Snapshot, Timings, Usage
 from chatd.protocol.vocabulary import AttachRole, CompletedReason, IncompleteReason
 
@@ -367,6 +367,24 @@ class PoolUnsubscribed(_Event, frozen=True, kw_only=True, tag="pool.unsubscribed
     re: str | None = None
 
 
+class PoolInspected(_Event, frozen=True, kw_only=True, tag="pool.inspected"):
+    """Answers `pool.inspect`.
+
+    Attributes:
+        cell: As it was asked for.
+        blocks_per_cell: Likewise.
+        blocks: Those that are not free, in order.
+        left_out: Blocks at the cell's end of which nothing is said, since there are too many.
+        re: Of the command.
+    """
+
+    cell: int
+    blocks_per_cell: int
+    blocks: list[CellBlock]
+    left_out: int = 0
+    re: str | None = None
+
+
 class RateLimitsUpdated(_Event, frozen=True, kw_only=True, tag="rate_limits.updated"):
     """What is left of a key's quota."""
 
@@ -424,6 +442,7 @@ Event = (
     | PoolSnapshot
     | PoolDelta
     | PoolUnsubscribed
+    | PoolInspected
     | RateLimitsUpdated
     | ServerDraining
     | Error

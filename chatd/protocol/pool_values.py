@@ -9,7 +9,11 @@ import msgspec
 
 
 class PoolTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks by state, and what the engine does with them. Free + cached + active is the whole pool."""
+    """Blocks by state, and what the engine does with them. Free + cached + active is the whole pool.
+
+    A daemon that does not know the last two has None there: `public` are those of the active blocks that are of public
+    prompts, `wanted_again` counts evicted blocks that a prompt asked for soon afterwards.
+    """
 
     blocks: int
     free: int
@@ -21,16 +25,36 @@ class PoolTotals(msgspec.Struct, frozen=True, kw_only=True):
     tok_s: float
     running: int
     waiting: int
+    public: int | None = None
+    wanted_again: int | None = None
 
 
 class TenantBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant's blocks and requests."""
+    """A tenant's blocks and requests; None is what the daemon does not know or does not tell.
+
+    Attributes:
+        tenant: Its name.
+        active: Blocks with a holder.
+        cached: Blocks without one that can still be found.
+        running: Requests.
+        waiting: Requests.
+        weight: Of its share beside the others' weights.
+        share: Blocks of the pool that its weight entitles it to, among the tenants of this frame; the operator's only.
+        floor: Blocks that nobody else can take.
+        evicted: Its cached blocks that were taken for something else, since start.
+        wanted_again: Of those, how many a prompt asked for soon afterwards.
+    """
 
     tenant: str
     active: int
     cached: int
     running: int
     waiting: int
+    weight: float | None = None
+    share: float | None = None
+    floor: int | None = None
+    evicted: int | None = None
+    wanted_again: int | None = None
 
 
 class TierBlocks(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +66,23 @@ class TierBlocks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """What one of one's own sessions holds of the pool."""
+    """What a session holds of the pool; None is what the daemon does not know or does not tell.
+
+    Attributes:
+        session: Its id.
+        title: Of one's own.
+        held: Blocks in its table.
+        shared: Of those, the ones that are somebody else's too, or public.
+        tokens: Of the conversation.
+        tier: Where most of its KV is.
+        active: An answer is in progress or waits.
+        bill: Its part of the active blocks: each shared one is split among those who hold it, a public one is nobody's.
+        lease: What keeps its blocks: "answering", "queued", "attached" (idle, and somebody looks at it) or "idle".
+        idle_s: Seconds since its last turn ended; 0 while it answers or waits.
+        release_s: Seconds until its blocks are given up for want of use; None also where they are kept until somebody
+            else needs them.
+        tenant: Whose it is; the operator's only.
+    """
 
     session: str
     title: str
@@ -51,6 +91,61 @@ class SessionBlocks(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     tier: str
     active: bool
+    bill: float | None = None
+    lease: str | None = None
+    idle_s: float | None = None
+    release_s: float | None = None
+    tenant: str | None = None
+
+
+class CellHolder(msgspec.Struct, frozen=True, kw_only=True):
+    """A session that has a block in its table.
+
+    Attributes:
+        session: Its id.
+        title: Of one's own.
+        own: It is one's own.
+        tenant: Whose it is; the operator's only.
+        tokens: How many of the block's tokens are its.
+    """
+
+    session: str
+    title: str
+    own: bool
+    tenant: str | None = None
+    tokens: int
+
+
+class CellBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """One block of a cell, that is not free.
+
+    Attributes:
+        block: Its number on the map.
+        state: "cached", "active" or "shared".
+        references: Those who hold it: sessions, and steps in progress.
+        tenant: Who is charged for it; the operator's only. None for a public one.
+        public: It is of a public prompt.
+        registered: It can be found by other conversations of its tenant.
+        place: How many blocks of its conversation come before it; None where that is not known.
+        tokens: Slots that hold a token.
+        age_s: Seconds since it was taken for what is in it.
+        hit_age_s: Seconds since a prompt last found it computed; None where none has.
+        holders: The sessions that hold it, as far as one may know them.
+        others: References that are not named there.
+    """
+
+    block: int
+    state: str
+    references: int
+    tenant: str | None = None
+    public: bool
+    registered: bool
+    place: int | None = None
+    tokens: int
+    age_s: float
+    hit_age_s: float | None = None
+    holders: list[CellHolder]
+    others: int
 
 
 class Cells(msgspec.Struct, frozen=True, kw_only=True):

@@ -187,10 +187,14 @@ class PoolSubscription:
             tok_s=round(frame.output_tokens_per_s, 2),
             running=frame.num_running,
             waiting=frame.num_waiting,
+            public=frame.num_public,
+            wanted_again=frame.num_wanted_again,
         )
         counts = step.fold(self._cells) if self.wants_map else None
         tiers = [TierBlocks(tier=str(row.tier), blocks=row.num_blocks, used=row.num_used) for row in frame.tiers]
-        return _View(totals, [_tenant_row(row) for row in frame.tenants], counts, tiers)
+        weights = sum(row.weight for row in frame.tenants)
+        tenants = [_tenant_row(row, share=round(frame.num_blocks * row.weight / weights, 1)) for row in frame.tenants]
+        return _View(totals, tenants, counts, tiers)
 
     def _own(self, step: PoolStep) -> _View:
         frame = step.frame
@@ -206,11 +210,13 @@ class PoolSubscription:
             cached=row.num_cached,
             active=row.num_active,
             shared=shared,
-            evictions=0,
+            evictions=row.num_evicted,
             hit_rate=_ratio(row.cached_tokens, row.prompt_tokens),
             tok_s=self._rate.observe(self._clock(), row.output_tokens),
             running=row.num_running,
             waiting=row.num_waiting,
+            public=0,
+            wanted_again=row.num_wanted_again,
         )
         counts = None
         if self.wants_map:
@@ -242,6 +248,11 @@ class PoolSubscription:
                     tokens=lease.num_tokens,
                     tier=str(lease.tier),
                     active=lease.active,
+                    bill=round(lease.bill, 6),
+                    lease=str(lease.use),
+                    idle_s=lease.idle_s,
+                    release_s=None if lease.active else _whole(entry.release_s),
+                    tenant=entry.owner.tenant if sees_all else None,
                 )
             )
         return rows
@@ -382,14 +393,23 @@ class PoolHub:
             self._watch(*wanted)
 
 
-def _tenant_row(row: TenantPool) -> TenantBlocks:
+def _tenant_row(row: TenantPool, *, share: float | None = None) -> TenantBlocks:
     return TenantBlocks(
         tenant=row.tenant,
         active=row.num_active,
         cached=row.num_cached,
         running=row.num_running,
         waiting=row.num_waiting,
+        weight=row.weight,
+        share=share,
+        floor=row.floor,
+        evicted=row.num_evicted,
+        wanted_again=row.num_wanted_again,
     )
+
+
+def _whole(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 1)
 
 
 def _ratio(part: int, whole: int) -> float:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from chatd.engine.messages import RequestClass
-from chatd.errors import PermissionDenied
+from chatd.errors import ChatdError, PermissionDenied
 from chatd.protocol import (
     COMMANDS,
     BranchSelect,
@@ -25,6 +25,7 @@ from chatd.protocol import (
     Params,
     Ping,
     Pong,
+    PoolInspect,
     PoolSubscribe,
     PoolUnsubscribe,
     PoolUnsubscribed,
@@ -312,12 +313,8 @@ async def _prefill(connection: Connection, command: Prefill) -> Event | None:
 
 async def _pool_subscribe(connection: Connection, command: PoolSubscribe) -> Event | None:
     daemon, principal = connection.daemon, connection.principal
-
-    def sees_all() -> bool:
-        return principal.operator or daemon.authenticator.is_single_tenant
-
     connection.drop_pool()
-    subscription = PoolSubscription(principal, command, sees_all=sees_all, clock=daemon.clock)
+    subscription = PoolSubscription(principal, command, sees_all=_sees_all(connection), clock=daemon.clock)
     if not connection.is_closed:
         daemon.pool.subscribe(connection.connection_id, subscription, connection.deliver_pool)
     return None
@@ -327,6 +324,29 @@ async def _pool_unsubscribe(connection: Connection, command: PoolUnsubscribe) ->
     connection.daemon.pool.unsubscribe(connection.connection_id)
     connection.drop_pool()
     connection.deliver(PoolUnsubscribed(re=command.id))
+    return None
+
+
+def _sees_all(connection: Connection) -> Callable[[], bool]:
+    """Return what tells whether a caller sees the whole pool; keys come and go meanwhile."""
+    principal, authenticator = connection.principal, connection.daemon.authenticator
+    return lambda: principal.operator or authenticator.is_single_tenant
+
+
+async def _pool_inspect(connection: Connection, command: PoolInspect) -> Event | None:
+    manager, pointer = connection.daemon.manager, connection.pointer
+    pointer.begin()
+
+    async def answer() -> None:
+        try:
+            connection.deliver(
+                await pointer.answer(command, manager.inspect_blocks, manager.lease_sessions, _sees_all(connection))
+            )
+        except ChatdError as error:
+            connection.refuse(error, re=command.id)
+
+    # What waits for its time or for the engine holds up none of this connection's other commands.
+    connection.daemon.spawn(answer(), "look at a cell of the pool")
     return None
 
 
@@ -354,6 +374,7 @@ VERBS: Mapping[type, Verb] = {
     Prefill: Verb(Access.KEY, _prefill),
     PoolSubscribe: Verb(Access.KEY, _pool_subscribe),
     PoolUnsubscribe: Verb(Access.KEY, _pool_unsubscribe),
+    PoolInspect: Verb(Access.KEY, _pool_inspect),
     Ping: Verb(Access.KEY, _ping),
 }
 check_verbs(COMMANDS, VERBS)

@@ -35,10 +35,11 @@ from chatd.server.inbox import Inbox
 from chatd.server.logging import get_logger
 from chatd.server.outbox import Outbox
 from chatd.server.policy import owner_of
+from chatd.server.pool_cells import CellPointer
 from chatd.server.verbs import carry_out
 from chatd.tenants.quotas import TokenBucket
 
-CAPS = ("fork", "branch", "continue", "erase", "context", "prefill", "pool.map")
+CAPS = ("fork", "branch", "continue", "erase", "context", "prefill", "pool.map", "pool.inspect")
 COMMANDS_PER_S = 200.0
 COMMANDS_BURST = 400.0
 FRAMES_BEFORE_YIELD = 64
@@ -54,6 +55,7 @@ class Connection:
         connection_id: Unique.
         principal: Who is at the other end.
         owner: Whose sessions it sees.
+        pointer: Its questions about cells of the pool.
     """
 
     def __init__(self, daemon: Daemon, websocket: WebSocket, principal: Principal) -> None:
@@ -61,6 +63,7 @@ class Connection:
         self.connection_id = f"con_{secrets.token_hex(8)}"
         self.principal = principal
         self.owner = owner_of(principal)
+        self.pointer = CellPointer(principal, daemon.clock)
         self._websocket = websocket
         self._closing: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
         self._outbox = Outbox(

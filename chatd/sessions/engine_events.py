@@ -13,6 +13,7 @@ from chatd.engine.messages import (
     EngineStats,
     Erased,
     Forked,
+    Inspected,
     LeaseId,
     LeaseLost,
     LeaseTier,
@@ -31,6 +32,7 @@ from chatd.errors import EngineError
 from chatd.protocol import ResponsePreempted, ResponsePrefill, ResponseQueued, ResponseResumed, SessionTier
 from chatd.sessions.conversation import Owner
 from chatd.sessions.engine_requests import EngineRequests
+from chatd.sessions.inspections import Inspections
 from chatd.sessions.public_prompts import PublicPrompts
 from chatd.sessions.session import Session
 from chatd.sessions.turns import TurnRunner
@@ -39,23 +41,36 @@ _log = logging.getLogger(__name__)
 
 
 class LeaseHolder(NamedTuple):
-    """To which session a row of the pool belongs; `hidden` ones were made by stateless requests."""
+    """To which session a row of the pool belongs.
+
+    Attributes:
+        owner: Whose it is.
+        session_id: Its id.
+        title: As its owner reads it.
+        hidden: It was made by stateless requests.
+        release_s: Seconds until its KV is given up for want of use; None where that is not by time.
+    """
 
     owner: Owner
     session_id: str
     title: str
     hidden: bool
+    release_s: float | None = None
+
+
+ReleaseIn = Callable[[Session], "float | None"]
 
 
 class LeaseSessions(Mapping[LeaseId, LeaseHolder]):
     """A live view of who holds which lease."""
 
-    def __init__(self, sessions: Mapping[LeaseId, Session]) -> None:
+    def __init__(self, sessions: Mapping[LeaseId, Session], release_in: ReleaseIn) -> None:
         self._sessions = sessions
+        self._release_in = release_in
 
     def __getitem__(self, lease: LeaseId) -> LeaseHolder:
         session = self._sessions[lease]
-        return LeaseHolder(session.owner, session.id, session.title, session.hidden)
+        return LeaseHolder(session.owner, session.id, session.title, session.hidden, self._release_in(session))
 
     def __iter__(self) -> Iterator[LeaseId]:
         return iter(self._sessions)
@@ -75,6 +90,8 @@ class EngineEvents:
         requests: Says which turn a request is of.
         by_lease: Every session, hidden ones too, by its lease; read at each message.
         public: Prompts that are computed by an engine that knows nothing yet.
+        inspections: Questions about single blocks.
+        release_in: Tells in how many seconds a session's KV is given up for want of use.
     """
 
     def __init__(
@@ -83,13 +100,16 @@ class EngineEvents:
         requests: EngineRequests,
         by_lease: Mapping[LeaseId, Session],
         public: PublicPrompts,
+        inspections: Inspections,
+        release_in: ReleaseIn,
     ) -> None:
         self.engine_stats: EngineStats | None = None
-        self.lease_sessions = LeaseSessions(by_lease)
+        self.lease_sessions = LeaseSessions(by_lease, release_in)
         self._runner = runner
         self._requests = requests
         self._by_lease = by_lease
         self._public = public
+        self._inspections = inspections
         self._pool_listeners: list[PoolListener] = []
 
     def add_pool_listener(self, listener: PoolListener) -> Callable[[], None]:
@@ -170,6 +190,8 @@ class EngineEvents:
                 self._on_tier(message)
             case PoolFrame():
                 self._on_pool(message)
+            case Inspected():
+                self._inspections.on_inspected(message)
             case EngineStats():
                 self.engine_stats = message
             case Ready():
@@ -234,6 +256,7 @@ class EngineEvents:
             session.tell(SessionTier(session=session.id, tier=str(tier), why=why))
 
     def _on_died(self, message: EngineDied) -> None:
+        self._inspections.on_died()
         self._runner.on_died(message.reason)
         for session in list(self._by_lease.values()):
             session.latest.blocks_held = session.latest.blocks_shared = 0

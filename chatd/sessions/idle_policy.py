@@ -73,6 +73,12 @@ class IdlePolicy:
             except Exception:
                 _log.exception("session %s cannot be put away", session.id)
 
+    def release_in_s(self, session: Session) -> float | None:
+        """Return in how long a session's KV is given up if nobody uses it; None where that is not by time."""
+        if not self._limits.idle_release_s or session.turn is not None or session.num_attached:
+            return None
+        return max(0.0, self._limits.idle_release_s - (self._clock() - session.updated_at))
+
     def _due(self, session: Session) -> Callable[[Session], Awaitable[object]] | None:
         """Return what changes a session now; its KV is given up at once, where that is due."""
         if session.hidden or session.is_erased or session.turn or session.num_attached or session.lock.locked():

@@ -50,6 +50,7 @@ from chatd.sessions.engine_events import EngineEvents, LeaseHolder, LeaseSession
 from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.erasing import Eraser
 from chatd.sessions.idle_policy import IdlePolicy
+from chatd.sessions.inspections import Inspections
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.model_profile import ModelProfile, draw_seed
 from chatd.sessions.native import NativeDoor
@@ -196,7 +197,16 @@ class SessionManager:
             today=lambda: date_of(clock()),
             monotonic=monotonic,
         )
-        self._events = EngineEvents(self._runner, self._requests, self._store.by_lease, self.public_prompts)
+        inspections = Inspections(engine)
+        self.inspect_blocks = inspections.ask
+        self._events = EngineEvents(
+            self._runner,
+            self._requests,
+            self._store.by_lease,
+            self.public_prompts,
+            inspections,
+            self._idle.release_in_s,
+        )
         self._clock = clock
         if engine.ready is not None:
             self._runner.on_ready(engine.ready)

@@ -44,7 +44,7 @@ class ScriptedDaemon(ScriptedTurns):
         scripts: Sequence[Script] = (Script(),),
         *,
         key: str | None = None,
-        caps: Sequence[str] = ("fork", "branch", "continue", "erase", "context", "prefill", "pool.map"),
+        caps: Sequence[str] = ("fork", "branch", "continue", "erase", "context", "prefill", "pool.map", "pool.inspect"),
         frame_bytes: int = p.MIN_FRAME_BYTES,
         port: int = 0,
     ) -> None:

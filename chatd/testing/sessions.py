@@ -25,6 +25,7 @@ from chatd.engine.core import EngineConfig, EngineCore
 from chatd.engine.messages import (
     Beams,
     BeamSequence,
+    BlockFacts,
     Cancel,
     Done,
     EngineMessage,
@@ -36,6 +37,8 @@ from chatd.engine.messages import (
     Fork,
     Forked,
     FrontMessage,
+    InspectBlocks,
+    Inspected,
     LeaseId,
     LeaseLost,
     Ready,
@@ -127,12 +130,16 @@ class ScriptedEngine:
             `max_tokens`, by repeating its last id.
         context: Tokens of a context.
         is_ready: It serves from the start.
+
+    Attributes:
+        blocks: What it answers to questions about blocks.
     """
 
     def __init__(
         self, reply: Callable[[list[int]], Sequence[int]], *, context: int = 4096, is_ready: bool = True
     ) -> None:
         self.reply = reply
+        self.blocks: list[BlockFacts] = []
         self.ready: Ready | None = None
         self.sent: list[FrontMessage] = []
         self.leases: dict[LeaseId, list[int]] = {}
@@ -154,7 +161,7 @@ class ScriptedEngine:
     def send(self, message: FrontMessage) -> None:
         """Take a message; what it causes is delivered at the next step."""
         if self.ready is None:
-            if isinstance(message, Submit | Fork | Erase | EraseTenant):
+            if isinstance(message, Submit | Fork | Erase | EraseTenant | InspectBlocks):
                 raise Unavailable("the engine is restarting", code="engine_unavailable", retry_after_ms=1000)
             return
         self.sent.append(message)
@@ -175,6 +182,8 @@ class ScriptedEngine:
                 self._outbox.append(Erased(message.lease, -(-len(held) // BLOCK_SIZE), 0, 0))
             case EraseTenant():
                 self._outbox.append(Erased(message.lease, 0, 0, len(message.digests)))
+            case InspectBlocks():
+                self._outbox.append(Inspected(message.question, self._step, list(self.blocks)))
             case Cancel():
                 self._end(message.request, FinishReason.CANCELLED)
             case Finish():

@@ -192,7 +192,7 @@ def test_the_bills_are_the_active_blocks_at_every_moment_of_a_busy_engine(seed, 
             core.handle(WatchPool(0.0, with_leases=True), 0.0)
             frame = core.pool_frame(0.0)
             total, bills = exact_bills(core)
-            told = math.fsum(core.kv.bill(lease.table) for lease in core.leases)
+            told = math.fsum(core.kv.holdings(lease.table).bill for lease in core.leases)
             assert math.isclose(told, float(total), abs_tol=1e-9)
             for row in frame.leases:
                 assert math.isclose(row.bill, float(bills.get(row.lease, 0)), abs_tol=1e-9)

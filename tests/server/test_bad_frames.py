@@ -40,6 +40,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "prefill": {"session": "s"},
     "pool.subscribe": {},
     "pool.unsubscribe": {},
+    "pool.inspect": {"cell": 0},
     "ping": {"t": 1},
 }
 WRONG_TYPES: dict[str, list[Any]] = {
@@ -78,6 +79,7 @@ FIELDS: dict[str, dict[str, str]] = {
     "prefill": {"session": "text", "content": "optional text"},
     "pool.subscribe": {"hz": "number", "detail": "text", "cells": "number"},
     "pool.unsubscribe": {},
+    "pool.inspect": {"cell": "number", "blocks_per_cell": "number"},
     "ping": {"t": "number"},
 }
 OUT_OF_RANGE: list[tuple[str, str, Any]] = [
@@ -110,6 +112,10 @@ OUT_OF_RANGE: list[tuple[str, str, Any]] = [
     ("pool.subscribe", "cells", 63),
     ("pool.subscribe", "cells", 4097),
     ("pool.subscribe", "detail", "all"),
+    ("pool.inspect", "cell", -1),
+    ("pool.inspect", "cell", 2**31 + 1),
+    ("pool.inspect", "cell", 1.5),
+    ("pool.inspect", "blocks_per_cell", 0),
 ]
 PARAMS: list[tuple[str, Any]] = [
     *((name, value) for name in ("temperature", "top_p", "min_p") for value in ("1", True, [], {})),

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatd.client.pool import apply_frame
-from chatd.engine.messages import LeaseId, LeasePool, PoolFrame, TenantPool, Tier, TierPool, WatchPool
-from chatd.protocol import PoolDelta, PoolSnapshot, PoolSubscribe, PoolUnsubscribe, encode, pack_cells
+from chatd.engine.messages import Fork, LeaseId, LeasePool, LeaseUse, PoolFrame, TenantPool, Tier, TierPool, WatchPool
+from chatd.protocol import PoolDelta, PoolSnapshot, PoolSubscribe, PoolUnsubscribe, decode_event, encode, pack_cells
 from chatd.server.auth import Principal
 from chatd.server.pool_view import PoolHub, PoolStep, PoolSubscription, blocks_per_cell, fold_states, pack_counts
 from chatd.sessions.conversation import Owner
 from chatd.sessions.manager import LeaseHolder
-from chatd.testing.engine import FakeClock
+from chatd.testing.engine import EngineHarness, FakeClock, engine_config, sampling_params
 
 from .conftest import eventually
 
@@ -139,6 +139,80 @@ def test_the_operator_sees_everybody_and_nobodys_titles_but_its_own() -> None:
     assert (event.totals.blocks, event.totals.active, event.totals.evictions) == (5, 3, 4)
     assert event.totals.hit_rate == round(100 / 300, 4)
     assert "canary" not in encode(event)
+
+
+def test_the_operator_sees_what_each_tenant_is_entitled_to_and_what_it_lost() -> None:
+    rows = [
+        TenantPool("acme", 3, 1, 1, 0, 0, 0, 0, weight=3.0, floor=8, num_evicted=5, num_wanted_again=4),
+        TenantPool("beta", 1, 0, 0, 2, 0, 0, 0),
+    ]
+    values = {"tenants": rows, "num_public": 2, "num_wanted_again": 6}
+    event = take(
+        look(), msgspec.structs.replace(frame([2, 2, 2, 2, 1, 0, 0, 0], [0, 0, 0, 1, 0] + [NO_ONE] * 3), **values)
+    )
+    acme, beta = event.tenants
+    assert (acme.weight, acme.share, acme.floor, acme.evicted, acme.wanted_again) == (3.0, 6.0, 8, 5, 4)
+    assert (beta.weight, beta.share, beta.floor) == (1.0, 2.0, 0)
+    assert (event.totals.public, event.totals.wanted_again) == (2, 6)
+
+
+def test_a_tenant_sees_its_own_floor_and_losses_and_no_share_that_tells_who_else_is_there() -> None:
+    rows = [
+        TenantPool("acme", 3, 1, 1, 0, 0, 0, 0, num_evicted=50, num_wanted_again=40),
+        TenantPool("beta", 1, 0, 0, 2, 0, 0, 0, weight=2.0, floor=8, num_evicted=5, num_wanted_again=4),
+    ]
+    values = {"tenants": rows, "num_public": 2, "num_wanted_again": 44}
+    event = take(
+        look(EVE, sees_all=False),
+        msgspec.structs.replace(frame([2, 2, 2, 2, 1, 0], [0, 0, 0, 1, 0, NO_ONE]), **values),
+    )
+    (beta,) = event.tenants
+    assert (beta.weight, beta.share, beta.floor, beta.evicted, beta.wanted_again) == (2.0, None, 8, 5, 4)
+    assert (event.totals.public, event.totals.evictions, event.totals.wanted_again) == (0, 5, 4)
+
+
+def test_a_session_tells_its_bill_and_for_how_long_its_blocks_are_kept() -> None:
+    sessions = {
+        LeaseId(1): LeaseHolder(Owner("acme", "ann"), "ses_1", "mine", False, 12.34),
+        LeaseId(2): LeaseHolder(Owner("beta", "eve"), "ses_2", "hers", False, 99.0),
+    }
+    leases = [
+        LeasePool(LeaseId(1), "acme", 2, 1, 30, Tier.DEVICE, False, 1.5, LeaseUse.ATTACHED, 7.5),
+        LeasePool(LeaseId(2), "beta", 3, 0, 40, Tier.DEVICE, True, 3.0, LeaseUse.ANSWERING, 0.0),
+    ]
+    event = take(look(), frame([2, 2, 3, 1, 0], [0, 0, 1, 1, NO_ONE], leases=leases), sessions)
+    assert [(row.tenant, row.bill, row.lease, row.idle_s, row.release_s) for row in event.sessions] == [
+        ("acme", 1.5, "attached", 7.5, 12.3),
+        ("beta", 3.0, "answering", 0.0, None),
+    ]
+    (own,) = take(look(EVE, sees_all=False), frame([2], [1], leases=leases), sessions).sessions
+    assert (own.session, own.tenant) == ("ses_2", None)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 2**31))
+def test_the_bills_of_all_sessions_and_the_public_blocks_are_the_active_ones(seed) -> None:
+    """Through the engine, the frame and the wire: forks, shared prefixes and a public prompt, of two tenants."""
+    rng = random.Random(seed)
+    engine = EngineHarness(engine_config(num_blocks=120))
+    engine.send(WatchPool(1.0, with_map=True, with_leases=True))
+    engine.generate(1, list(range(1, 13)), tenant="", params=sampling_params(1), compute_only=True)
+    owners = {}
+    for number in range(2, 12):
+        tenant = rng.choice(("acme", "beta"))
+        ids = list(range(1, 13)) + [rng.randrange(1, 4) for _ in range(rng.randrange(1, 20))]
+        engine.generate(number, ids, tenant=tenant, params=sampling_params(rng.randrange(1, 6)))
+        owners[LeaseId(number)] = LeaseHolder(Owner(tenant, "u"), f"ses_{number}", "", False)
+        if rng.random() < 0.4:
+            engine.send(Fork(LeaseId(number), LeaseId(100 + number), rng.randrange(1, len(ids))))
+            owners[LeaseId(100 + number)] = LeaseHolder(Owner(tenant, "u"), f"ses_{100 + number}", "", False)
+    event = take(look(), engine.core.pool_frame(engine.clock.now), owners)
+    event = decode_event(encode(event))
+    assert sum(row.bill for row in event.sessions) + event.totals.public == pytest.approx(event.totals.active, abs=1e-4)
+    for tenant in event.tenants:
+        own = Principal("k", tenant.tenant, "u", False, ())
+        alone = take(look(own, sees_all=False), engine.core.pool_frame(engine.clock.now), owners)
+        assert sum(row.bill for row in alone.sessions) == pytest.approx(alone.totals.active, abs=1e-4)
 
 
 def test_the_operator_sees_how_full_the_tiers_below_the_pool_are() -> None:
