@@ -330,6 +330,7 @@ class KVCacheManager:
         for block in self.pool.blocks:
             if block.entry is not None and block.entry.namespace == namespace:
                 num_blocks += self.pool.unregister(block.block_id)
+        self.pool.account(tenant).evicted.clear()
         return num_blocks
 
     def poison(self, table: BlockTable) -> None:

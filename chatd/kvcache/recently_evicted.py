@@ -39,6 +39,10 @@ class RecentlyEvicted:
         if len(self._serials) > self._max_remembered:
             self._serials.popitem(last=False)
 
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._serials.clear()
+
     def take(self, namespace: NamespaceId, parent_serial: int, tokens: bytes) -> int | None:
         """Forget a block and return the serial that it had; None where it is not remembered."""
         return self._serials.pop(hash((namespace, parent_serial, tokens)), None)

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from chatd.engine.messages import (
     MAX_INSPECTED,
     BlockHolder,
+    EraseTenant,
     Fork,
     InspectBlocks,
+    LeaseId,
     LeaseUse,
     Release,
     Retain,
@@ -266,6 +268,15 @@ def test_nothing_of_a_sequence_that_is_forgotten_is_remembered_as_evicted():
     assert len(account.evicted) > 0
     engine.send(Trim(5, 0, forget=True))
     assert len(account.evicted) == 0
+
+
+def test_nothing_of_a_tenant_that_is_erased_is_remembered_as_evicted():
+    engine = harness(num_blocks=16, max_model_len=64)
+    engine.generate(1, prompt(17), params=sampling_params(1), keep_lease=False)
+    evict_all(engine, 2)
+    assert len(engine.core.pool.account("acme").evicted) > 0
+    engine.send(EraseTenant(LeaseId(77), "acme", []))
+    assert len(engine.core.pool.account("acme").evicted) == 0
 
 
 def test_the_facts_do_not_move_a_tier_or_a_count():
