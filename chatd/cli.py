@@ -221,16 +221,18 @@ def chat(
 
     try:
         from chatd_tui.app import run_app
+        from chatd_tui.keymap_file import load_keymap
     except ImportError as error:
         raise EnvironmentProblem(
             f"the terminal client is not installed ({error.name} is missing)", hint='pip install "chatd[tui]"'
         ) from None
+    keymap = load_keymap()
     loaded = load_settings(config, {"model.name": model, "model.quantization": quantization})
     settings = loaded.settings
     url = f"http://127.0.0.1:{settings.server.port}"
     if settings.server.port and readiness(url) is not None:
         notices.print(f"a daemon is running at {url} already; connecting to it", highlight=False)
-        run_app(url, client_defaults(url).key)
+        run_app(url, client_defaults(url).key, keymap=keymap)
         return
     _server_module()
     _resolve_with_progress(settings.model.name)
@@ -240,7 +242,7 @@ def chat(
     with LocalDaemon(private_url(settings.server.port), arguments) as daemon:
         with _phases_shown() as show:
             daemon.wait_ready(show)
-        run_app(daemon.url, daemon.key)
+        run_app(daemon.url, daemon.key, keymap=keymap)
 
 
 @app.command(rich_help_panel=SETTING_UP)

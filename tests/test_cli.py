@@ -162,7 +162,7 @@ def chats(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, st
     monkeypatch.setenv("CHATD_CONFIG", str(tmp_path / "config.toml"))
     monkeypatch.setenv("CHATD_KEY", "ck_of_the_team")
     monkeypatch.setattr("chatd.cli._has_terminal", lambda: True)
-    monkeypatch.setattr("chatd_tui.app.run_app", lambda url, key: chats.append((url, key)))
+    monkeypatch.setattr("chatd_tui.app.run_app", lambda url, key, **_: chats.append((url, key)))
     monkeypatch.setattr("chatd.local_daemon.LocalDaemon", OwnDaemon)
     monkeypatch.setattr("chatd.cli._resolve_with_progress", lambda name: None)
     monkeypatch.setattr(OwnDaemon, "started", [])

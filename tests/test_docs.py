@@ -21,7 +21,7 @@ from chatd.server import openai_schema
 from chatd.server.app import ROUTES
 from chatd.server.websocket import CAPS
 from chatd_tui.command_table import COMMANDS
-from chatd_tui.commands import key_names
+from chatd_tui.keymap import DEFAULT
 from chatd_tui.screens.help import KEYS
 from chatd_tui.widgets.pool_map import GLYPHS
 
@@ -209,7 +209,7 @@ def test_the_keys_and_marks_of_the_terminal_are_all_named() -> None:
 
 def test_the_commands_of_the_terminal_are_the_registrys() -> None:
     rows = re.findall(r"^\| `(/.*?)` \| (.*?) ?\| (.*) \|$", section("terminal", "## Commands"), re.M)
-    expected = [(command.usage, ", ".join(key_names(command)), command.help) for command in COMMANDS]
+    expected = [(command.usage, ", ".join(DEFAULT.names(command)), command.help) for command in COMMANDS]
     assert [(usage.replace("\\|", "|"), keys, text) for usage, keys, text in rows] == expected
 
 

@@ -51,6 +51,11 @@ def usual_keys_path() -> Path:
     return config_dir() / "keys.json"
 
 
+def keymap_path() -> Path:
+    """Return the file in which the terminal client's keys may be changed."""
+    return config_dir() / "keymap.toml"
+
+
 def _user_dir(variable: str, fallback: str) -> Path:
     base = os.environ.get(variable)
     return (Path(base) if base else Path.home() / fallback) / "chatd"

@@ -10,9 +10,10 @@ from chatd import protocol as p
 from chatd import typed_params
 from chatd.errors import InvalidRequest
 from chatd_tui import status_text
-from chatd_tui.command_table import BOTTOM, COMMANDS, bindings, message_keys
+from chatd_tui.command_table import BOTTOM, COMMANDS
 from chatd_tui.commands import Context, Typed, as_typed, find, key_name, parse, similar, suggestions
 from chatd_tui.export import as_json, code_blocks, rendered, write_new
+from chatd_tui.keymap import DEFAULT, bindings
 from chatd_tui.widgets.versions import leaf_at, marker
 
 ALL = Context(
@@ -31,9 +32,9 @@ def test_names_and_keys_are_used_once_and_each_command_says_what_it_does() -> No
     assert len(set(names)) == len(names)
     keys = [key for command in COMMANDS for key in command.keys]
     assert len(set(keys)) == len(keys)
-    assert len(message_keys()) == sum(len(command.message_keys) for command in COMMANDS)
+    assert len(DEFAULT.message_keys) == sum(len(command.message_keys) for command in COMMANDS)
     assert all(0 < len(command.help) <= 60 and "\n" not in command.help for command in COMMANDS)
-    assert {binding.id for binding in bindings()} == {command.name for command in COMMANDS if command.keys}
+    assert {binding.id for binding in bindings()} == {command.name for command in COMMANDS}
     assert set(BOTTOM) == {command.name for command in COMMANDS if command.short}
 
 

@@ -16,6 +16,7 @@ from chatd.local_daemon import check_can_start, daemon_url
 from chatd.testing.scripted_daemon import Script, ScriptedDaemon
 from chatd_tui import app as tui_app
 from chatd_tui import cli
+from chatd_tui.keymap import DEFAULT
 
 COMMAND = [sys.executable, "-m", "chatd_tui.cli"]
 NOBODY = "http://127.0.0.1:9"
@@ -32,6 +33,16 @@ def test_without_a_terminal_it_says_what_to_do_and_exits_with_3() -> None:
     assert done.returncode == 3
     assert "needs a terminal" in done.stderr
     assert "chatd.client" in done.stderr
+
+
+def test_a_keymap_file_with_mistakes_ends_the_start_with_their_lines(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text('[keys]\npool = "f3"\nzzz = "f6"')
+    done = run(NOBODY, "--keymap", str(file))
+    assert done.returncode == 2
+    first, second = done.stderr.splitlines()
+    assert first.startswith(f"chatd-tui: {file}:2: F3 is the key of /conversations already")
+    assert second.strip() == f"{file}:3: there is no command 'zzz'"
 
 
 def test_an_address_that_is_none_is_a_usage_error() -> None:
@@ -117,7 +128,8 @@ def log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     log: list[str] = []
     StartedDaemon.log = log
 
-    def opened(servers: str | list[Server], key: str | None = None) -> None:
+    def opened(servers: str | list[Server], key: str | None = None, **options: Any) -> None:
+        assert options == {"keymap": DEFAULT, "mouse": True}
         if isinstance(servers, str):
             log.append(f"app {servers} {key}")
         else:

@@ -29,10 +29,12 @@ from chatd.protocol import (
 from chatd_tui import messages, status_text
 from chatd_tui.actions import Actions
 from chatd_tui.attachments import completions
-from chatd_tui.command_table import COMMANDS, bindings
+from chatd_tui.command_table import COMMANDS
 from chatd_tui.commands import Command, Context, Suggestion, Typed, find, parse, similar, suggestions
 from chatd_tui.conversation import Conversation
 from chatd_tui.input_history import InputHistory
+from chatd_tui.keymap import DEFAULT, LEAVE, Keymap, bindings
+from chatd_tui.keymap_file import load_keymap
 from chatd_tui.keys import recognize_alt_enter
 from chatd_tui.link import DaemonLink
 from chatd_tui.palette import CommandProvider
@@ -50,7 +52,7 @@ from chatd_tui.widgets.status import StatusView, TitleView
 QUIT_WINDOW_S = 2.0
 
 
-class ChatApp(App[None]):
+class ChatApp(App[None], inherit_bindings=False):
     """The terminal client of one daemon or several.
 
     Args:
@@ -58,6 +60,7 @@ class ChatApp(App[None]):
         key: Sent as a bearer token to the one that an address names.
         copies: The folder that keeps the last copied answer.
         history: What was sent before; in memory only, where none is given.
+        keymap: The keys of the commands.
     """
 
     TITLE = "chatd"
@@ -66,6 +69,7 @@ class ChatApp(App[None]):
     COMMANDS = {CommandProvider}  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
         *bindings(),
+        Binding(LEAVE, "leave", "Leave what is open", show=False),
         Binding("ctrl+c", "interrupt", "Copy, or quit", show=False, priority=True),
     ]
 
@@ -76,13 +80,16 @@ class ChatApp(App[None]):
         *,
         copies: Path | None = None,
         history: InputHistory | None = None,
+        keymap: Keymap = DEFAULT,
     ) -> None:
         super().__init__()
         recognize_alt_enter()
         self.use_command_palette = True
         self.register_theme(CHATD)
         self.theme = CHATD.name
-        self.chat = ChatScreen()
+        self.keymap = keymap
+        self.set_keymap(keymap.moved())
+        self.chat = ChatScreen(keymap)
         self.chat.composer.suggest = self._suggest
         self.chat.composer.sent = self._sent = history or InputHistory()
         named = [Server("", servers, lambda: key)] if isinstance(servers, str) else servers
@@ -208,7 +215,7 @@ class ChatApp(App[None]):
         command = find(COMMANDS, typed.name)
         if command is None:
             near = [f"/{close.name}" for close in similar(COMMANDS, typed.name)] if typed.name else []
-            hint = f"did you mean {' or '.join(near)}?" if near else "F1 lists them; // begins a message with /"
+            hint = f"did you mean {' or '.join(near)}?" if near else "/help lists them; // begins a message with /"
             self.chat.status = StatusView("warning", f"there is no command /{clean_line(typed.name, 40)}", hint)
             return
         if command.needs_argument and not typed.argument:
@@ -260,15 +267,26 @@ class ChatApp(App[None]):
             return False
         return True
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Leave a command's key to the page that is open, unless the command works there."""
+        if action != "command" or self.screen is self.chat:
+            return True
+        command = find(COMMANDS, str(parameters[0]))
+        is_pools = isinstance(self.screen, PoolScreen) and parameters == ("pool",)
+        return is_pools or (command is not None and command.anywhere and not self.screen.is_modal)
+
     async def action_command(self, name: str) -> None:
-        """Carry out the command of a key."""
+        """Carry out the command of a key; the pool's key closes its page too."""
         command = find(COMMANDS, name)
         assert command is not None, f"{name} is bound and is no command"
-        await self.run_command(command)
+        if isinstance(self.screen, PoolScreen) and name == "pool":
+            self.screen.dismiss()
+        else:
+            await self.run_command(command)
 
     async def action_leave(self) -> None:
         """Leave what is open or selected; where nothing is, stop the answer."""
-        if self.screen is not self.chat or not self.chat.leave():
+        if (self.screen is not self.chat or not self.chat.leave()) and self.keymap.stops():
             await self.action_command("stop")
 
     async def on_command_chosen(self, message: messages.CommandChosen) -> None:
@@ -333,7 +351,7 @@ class ChatApp(App[None]):
     def open_help(self) -> None:
         """List the commands and keys."""
         if not isinstance(self.screen, HelpScreen):
-            self.push_screen(HelpScreen(self.context))
+            self.push_screen(HelpScreen(self.context, self.keymap))
 
     def on_link_chosen(self, message: messages.LinkChosen) -> None:
         """Ask before a link is opened, and open nothing but web pages."""
@@ -423,11 +441,25 @@ class ChatApp(App[None]):
 
 
 def run_app(
-    servers: str | Sequence[Server], key: str | None = None, *, on_exit: Callable[[], None] | None = None
+    servers: str | Sequence[Server],
+    key: str | None = None,
+    *,
+    keymap: Keymap | None = None,
+    mouse: bool = True,
+    on_exit: Callable[[], None] | None = None,
 ) -> None:
-    """Run the client in this terminal until the person quits, then call `on_exit`; arguments as for `ChatApp`."""
+    """Run the client in this terminal until the person quits, then call `on_exit`; arguments as for `ChatApp`.
+
+    Args:
+        keymap: Of the usual file, where none is given.
+        mouse: Take the mouse; else the terminal has it, and selects text with it.
+
+    Raises:
+        ConfigError: The usual keymap file is wrong.
+    """
+    keymap = keymap or load_keymap()
     try:
-        ChatApp(servers, key, history=InputHistory(input_history_path())).run()
+        ChatApp(servers, key, history=InputHistory(input_history_path()), keymap=keymap).run(mouse=mouse)
     finally:
         if on_exit is not None:
             on_exit()

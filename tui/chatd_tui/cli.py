@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -31,7 +33,8 @@ def main() -> None:
 
 
 def _fail(error: ChatdError) -> NoReturn:
-    notices.print(f"[bold red]chatd-tui:[/] {escape(clean(error.message))}", highlight=False)
+    message = clean(error.message).replace("\n", "\n           ")
+    notices.print(f"[bold red]chatd-tui:[/] {escape(message)}", highlight=False, soft_wrap=True)
     if error.hint:
         notices.print(f"           {escape(clean(error.hint))}", highlight=False)
     sys.exit(error.exit_code if isinstance(error, StartupError) else 2 if isinstance(error, InvalidRequest) else 1)
@@ -54,6 +57,10 @@ def connect(
         typer.Option(metavar="NAME[=URL]", help="One more in the same list; a NAME alone is one of servers.toml."),
     ] = None,
     key: Annotated[str | None, typer.Option(help="Default: CHATD_KEY, or this machine's local key.")] = None,
+    keymap: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keys of your own (default: keymap.toml).")
+    ] = None,
+    no_mouse: Annotated[bool, typer.Option("--no-mouse", help="Leave the mouse to the terminal.")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
@@ -62,6 +69,9 @@ def connect(
     servers = [replace(chosen, url=daemon_url(chosen.url)) for chosen in chosen_servers(url, server or (), key)]
     if len(servers) == 1:
         check_key_transport(servers[0].url, servers[0].read_key())
+    from chatd_tui.keymap_file import load_keymap
+
+    keys = load_keymap(keymap)
     if not _has_terminal():
         raise EnvironmentProblem(
             "chatd-tui needs a terminal",
@@ -69,16 +79,17 @@ def connect(
         )
     from chatd_tui.app import run_app
 
+    run = partial(run_app, keymap=keys, mouse=not no_mouse)
     if len(servers) > 1 or not _wants_to_start(servers[0]):
         # Where nobody answers yet, the client says what to do about it and goes on trying.
-        run_app(servers)
+        run(servers)
         return
     with LocalDaemon(servers[0].url) as daemon:
         with notices.status("starting") as status:
             daemon.wait_ready(
                 lambda phase, done: status.update(f"{escape(phase)} {done:.0%}" if done else escape(phase))
             )
-        run_app(daemon.url, daemon.key)
+        run(daemon.url, daemon.key)
 
 
 def _wants_to_start(server: Server) -> bool:

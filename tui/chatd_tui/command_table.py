@@ -1,12 +1,10 @@
-"""All commands: what slash commands, completion, the palette, key bindings, F1 and the docs' table are made from."""
+"""All commands: what slash commands, completion, the palette, the keymap, F1 and the docs' table are made from."""
 
 from __future__ import annotations
 
-from textual.binding import Binding
-
 from chatd.protocol import Params
 from chatd_tui.actions import Actions
-from chatd_tui.commands import Command, key_name
+from chatd_tui.commands import Command
 
 MESSAGES, CONVERSATIONS, ABOUT = "Messages", "Conversations", "Going about"
 SETTINGS = tuple(f"{name}=" for name in Params.__struct_fields__)
@@ -91,7 +89,6 @@ COMMANDS: tuple[Command, ...] = (
         keys=("escape",),
         short="stop",
         writes=True,
-        action="leave",
     ),
     Command(
         "first",
@@ -221,42 +218,3 @@ COMMANDS: tuple[Command, ...] = (
     ),
 )
 BOTTOM = ("help", "palette", "pool", "conversations", "stop", "new", "copy", "quit")
-
-
-def bindings() -> list[Binding]:
-    """Return what the keys do that work wherever the conversation is."""
-    return [
-        Binding(
-            ",".join(command.keys),
-            command.action or f"command('{command.name}')",
-            command.help,
-            id=command.name,
-            show=False,
-            # The input would take these for itself.
-            priority=any(key.startswith("ctrl+") for key in command.keys),
-        )
-        for command in COMMANDS
-        if command.keys
-    ]
-
-
-def message_keys() -> dict[str, tuple[str, str]]:
-    """Return what the keys do to a selected message: a command and its argument."""
-    return {key: (command.name, argument) for command in COMMANDS for key, argument in command.message_keys}
-
-
-def bottom_keys() -> tuple[tuple[str, str], ...]:
-    """Return the keys of the bottom line, most wanted first."""
-    by_name = {command.name: command for command in COMMANDS}
-    return tuple((_short_key(by_name[name].keys[0]), by_name[name].short) for name in BOTTOM)
-
-
-def message_bottom_keys() -> tuple[tuple[str, str], ...]:
-    """Return the keys of the bottom line while a message is selected."""
-    own = [("↑↓", "select"), ("←→", "versions")]
-    own += [(key, name) for key, (name, _) in message_keys().items() if len(key) == 1]
-    return (*own, ("/", "command"), ("Esc", "back"))
-
-
-def _short_key(key: str) -> str:
-    return f"^{key[-1].upper()}" if key.startswith("ctrl+") else key_name(key)

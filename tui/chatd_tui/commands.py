@@ -14,7 +14,8 @@ from typing import Any
 
 # A slash alone is the beginning of a command, so that Enter after it says so.
 _COMMAND_LINE = re.compile(r"/([A-Za-z][A-Za-z-]*)?(?:[ \t]+(.*)|\n(.*))?\Z", re.DOTALL)
-_KEY_NAMES = {"escape": "Esc", "left": "←", "right": "→", "home": "Home"}
+_KEY_NAMES = {"escape": "Esc", "left": "←", "right": "→", "up": "↑", "down": "↓"}
+_KEY_NAMES |= {"pageup": "PageUp", "pagedown": "PageDown"}
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class Command:
         section: The heading that it stands under in the help.
         run: Called with the handlers' object and what was typed after the name.
         hint: What may be typed after the name; in brackets where it may be left out.
-        keys: Work wherever the conversation is.
-        message_keys: Work while a message is selected; each with what it stands for after the name.
+        keys: Work wherever the conversation is; a keymap may have others.
+        message_keys: Likewise, while a message is selected; each with what it stands for after the name.
         short: A word for the bottom line; none keeps the command out of it.
         choices: What completion offers after the name.
         cap: The daemon must offer this.
@@ -56,7 +57,6 @@ class Command:
         exists: Not before the conversation's first message.
         offline: Works without a connection.
         anywhere: Works on every page.
-        action: Of the keys, where they do more than the command.
     """
 
     name: str
@@ -74,7 +74,6 @@ class Command:
     exists: bool = False
     offline: bool = False
     anywhere: bool = False
-    action: str = ""
 
     @property
     def usage(self) -> str:
@@ -185,13 +184,10 @@ def suggestions(commands: Sequence[Command], text: str, context: Context) -> lis
 
 
 def key_name(key: str) -> str:
-    """Write a key as people do: "ctrl+y" is Ctrl+Y."""
+    """Write a key as people do: "ctrl+y" is Ctrl+Y, and a letter alone is itself."""
+    if len(key) == 1:
+        return key
     *modifiers, last = key.split("+")
-    name = _KEY_NAMES.get(last) or (last.upper() if len(last) <= 3 else last.capitalize())
+    is_short = len(last) == 1 or last[1:].isdecimal()
+    name = _KEY_NAMES.get(last) or (last.upper() if is_short else last.capitalize().replace("_", " "))
     return "+".join([*(modifier.capitalize() for modifier in modifiers), name])
-
-
-def key_names(command: Command) -> list[str]:
-    """Return the names of a command's keys; those of a selected message last."""
-    alone = [key if len(key) == 1 else key_name(key) for key, _ in command.message_keys]
-    return [*map(key_name, command.keys), *alone]

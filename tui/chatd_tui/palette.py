@@ -9,7 +9,7 @@ from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.content import Content
 
 from chatd_tui.command_table import COMMANDS
-from chatd_tui.commands import Command, key_names
+from chatd_tui.commands import Command
 
 if TYPE_CHECKING:
     from chatd_tui.app import ChatApp
@@ -26,7 +26,7 @@ class CommandProvider(Provider):
         return self.app
 
     def _help(self, command: Command) -> str:
-        keys = ", ".join(key_names(command))
+        keys = ", ".join(self._chat_app.keymap.names(command))
         return self._chat_app.unavailable(command) or (f"{command.help} ({keys})" if keys else command.help)
 
     async def discover(self) -> Hits:

@@ -7,7 +7,7 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
 
-from chatd_tui.command_table import bottom_keys, message_bottom_keys, message_keys
+from chatd_tui.keymap import DEFAULT, Keymap
 from chatd_tui.widgets.composer import Composer
 from chatd_tui.widgets.key_line import KeyLine
 from chatd_tui.widgets.meter import Meter
@@ -21,7 +21,11 @@ LOW = 14
 
 
 class ChatScreen(Screen[None]):
-    """Lays the widgets out; on a narrow terminal the sessions lie over the transcript."""
+    """Lays the widgets out; on a narrow terminal the sessions lie over the transcript.
+
+    Args:
+        keymap: What the bottom line says, and what keys do to a selected message.
+    """
 
     DEFAULT_CSS = """
     ChatScreen {
@@ -35,17 +39,18 @@ class ChatScreen(Screen[None]):
     }
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keymap: Keymap = DEFAULT) -> None:
         super().__init__()
+        self._keymap = keymap
         self._sessions_wanted: bool | None = None
         self.title_bar = TitleBar()
         self.sessions = SessionList(id="sessions")
-        self.transcript = Transcript(message_keys(), self.write, id="transcript")
+        self.transcript = Transcript(keymap.message_keys, self.write, id="transcript")
         self.status_line = StatusLine()
         self.suggestions = SuggestionList()
         self.composer = Composer(self.suggestions, self.select_message, id="composer")
         self.meter = Meter()
-        self.key_line = KeyLine(bottom_keys())
+        self.key_line = KeyLine(keymap.bottom())
 
     def compose(self) -> ComposeResult:
         """Lay out."""
@@ -113,7 +118,7 @@ class ChatScreen(Screen[None]):
 
     def on_descendant_focus(self) -> None:
         """Name the keys that work where the keyboard is."""
-        self.key_line.keys = message_bottom_keys() if self.transcript.has_focus else bottom_keys()
+        self.key_line.keys = self._keymap.message_bottom() if self.transcript.has_focus else self._keymap.bottom()
 
     def action_scroll_transcript(self, pages: int) -> None:
         """Scroll the transcript from the input."""

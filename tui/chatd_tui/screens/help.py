@@ -12,8 +12,11 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
+from chatd.clean import clean_line
+from chatd.config import keymap_path
 from chatd_tui.command_table import COMMANDS
-from chatd_tui.commands import Context, key_names
+from chatd_tui.commands import Context
+from chatd_tui.keymap import Keymap
 
 KEYS = (
     ("Enter", "send"),
@@ -33,7 +36,7 @@ USAGE_WIDTH = 28
 KEY_WIDTH = 11
 
 
-def help_lines(context: Context) -> Content:
+def help_lines(context: Context, keymap: Keymap) -> Content:
     """Return all keys and commands; what cannot be done now is faint, and says why."""
     lines = [Content.styled("Keys", "bold $primary")]
     lines += [Content.assemble((f"  {key.ljust(32)}", "bold"), (meaning, "$muted")) for key, meaning in KEYS]
@@ -42,7 +45,7 @@ def help_lines(context: Context) -> Content:
         for command in COMMANDS:
             if command.section == section:
                 reason = command.unavailable(context)
-                keys = ", ".join(key_names(command))
+                keys = ", ".join(keymap.names(command))
                 lines.append(
                     Content.assemble(
                         (f"  {command.usage.ljust(USAGE_WIDTH)}", "$faint" if reason else "bold"),
@@ -50,7 +53,9 @@ def help_lines(context: Context) -> Content:
                         (reason or command.help, "$faint" if reason else "$muted"),
                     )
                 )
-    lines += [Content(""), Content.styled("↑ ↓ scroll; any other key closes this", "$faint")]
+    where = clean_line(str(keymap_path()))
+    lines += [Content(""), Content.styled(f"Other keys: {where}, or --keymap FILE", "$faint")]
+    lines.append(Content.styled("↑ ↓ scroll; any other key closes this", "$faint"))
     return Content("\n").join(lines)
 
 
@@ -59,6 +64,7 @@ class HelpScreen(ModalScreen[None]):
 
     Args:
         context: What can be done now.
+        keymap: The keys as they are bound.
     """
 
     DEFAULT_CSS = """
@@ -72,14 +78,15 @@ class HelpScreen(ModalScreen[None]):
     }
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, keymap: Keymap) -> None:
         super().__init__()
         self._now = context
+        self._keymap = keymap
 
     def compose(self) -> ComposeResult:
         """Lay out."""
         with VerticalScroll():
-            yield Static(help_lines(self._now), markup=False)
+            yield Static(help_lines(self._now, self._keymap), markup=False)
 
     def on_key(self, event: events.Key) -> None:
         """Close, unless the key scrolls."""

@@ -1,0 +1,90 @@
+"""Which keys do what: what bindings, the bottom line, the palette and the help are made from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from textual.binding import Binding
+
+from chatd_tui.command_table import BOTTOM, COMMANDS
+from chatd_tui.commands import Command, key_name
+
+LEAVE = "escape"
+"""Leaves what is open, always; where nothing is, it stops the answer unless /stop has other keys."""
+
+
+@dataclass(frozen=True)
+class Keymap:
+    """The keys of all commands.
+
+    Attributes:
+        keys: Of each command's name: those that work wherever the conversation is.
+        message_keys: What a key does to a selected message: a command's name and what stands after it.
+    """
+
+    keys: Mapping[str, tuple[str, ...]]
+    message_keys: Mapping[str, tuple[str, str]]
+
+    def names(self, command: Command) -> list[str]:
+        """Return the names of a command's keys; those of a selected message last."""
+        alone = [key_name(key) for key, (name, _) in self.message_keys.items() if name == command.name]
+        return [*map(key_name, self.keys[command.name]), *alone]
+
+    def bottom(self) -> tuple[tuple[str, str], ...]:
+        """Return the keys of the bottom line, most wanted first."""
+        by_name = {command.name: command for command in COMMANDS}
+        return tuple((_short(self.keys[name][0]), by_name[name].short) for name in BOTTOM if self.keys[name])
+
+    def message_bottom(self) -> tuple[tuple[str, str], ...]:
+        """Return the keys of the bottom line while a message is selected."""
+        versions = "".join(
+            key_name(key) for key, (name, argument) in self.message_keys.items() if name == "branch" and argument
+        )
+        own = [(key_name(key), name) for key, (name, _) in self.message_keys.items() if name != "branch"]
+        shown = [("↑↓", "select"), (versions, "versions"), *own, ("/", "command"), ("Esc", "back")]
+        return tuple((keys, meaning) for keys, meaning in shown if keys)
+
+    def stops(self) -> bool:
+        """Whether Esc stops the answer where there is nothing to leave."""
+        return LEAVE in self.keys["stop"]
+
+    def moved(self) -> dict[str, str]:
+        """Return the keys that are not the registry's, as Textual takes them."""
+        return {
+            command.name: ",".join(_bound(command, self.keys[command.name]))
+            for command in COMMANDS
+            if self.keys[command.name] != command.keys
+        }
+
+
+def bindings() -> list[Binding]:
+    """Return what the registry's keys do; `App.set_keymap` moves them by the commands' names."""
+    return [
+        # Before whatever has the keyboard, which may take such a key for itself.
+        Binding(
+            ",".join(_bound(command, command.keys)),
+            f"command('{command.name}')",
+            command.help,
+            id=command.name,
+            show=False,
+            priority=True,
+        )
+        for command in COMMANDS
+    ]
+
+
+def _bound(command: Command, keys: Sequence[str]) -> tuple[str, ...]:
+    """Return the keys to bind: one that no terminal has where there is none, so that the command can get one."""
+    return tuple(key for key in keys if key != LEAVE) or (f"unbound-{command.name}",)
+
+
+DEFAULT = Keymap(
+    keys={command.name: command.keys for command in COMMANDS},
+    message_keys={key: (command.name, argument) for command in COMMANDS for key, argument in command.message_keys},
+)
+
+
+def _short(key: str) -> str:
+    return f"^{key[-1].upper()}" if re.fullmatch(r"ctrl\+.", key) else key_name(key)
