@@ -175,8 +175,10 @@ class ChatApp(App[None], inherit_bindings=False):
             return
         totals = message.state.totals
         self._draw_meter(blocks=totals.blocks, active=totals.active, cached=totals.cached, hit_rate=totals.hit_rate)
-        if isinstance(self.screen, PoolScreen):
-            self.screen.show(message.state, time.monotonic())
+        # There is no screen any more while the app closes.
+        for page in self.screen_stack:
+            if isinstance(page, PoolScreen):
+                page.show(message.state, time.monotonic())
 
     def on_noticed(self, message: messages.Noticed) -> None:
         """Show what concerns no session."""
