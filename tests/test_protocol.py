@@ -141,6 +141,18 @@ def test_frames_have_no_two_equal_types() -> None:
     assert len(protocol.EVENT_TYPES) == len(protocol.EVENTS)
 
 
+def test_a_command_says_only_what_was_asked_for_since_an_older_daemon_knows_no_later_field() -> None:
+    assert protocol.encode(protocol.SessionCreate(id="c")) == '{"type":"session.create","id":"c"}'
+    asked = protocol.SessionAttach(id="c", session="s", after_seq=0, role="observer")
+    assert json.loads(protocol.encode(asked)) == {
+        "type": "session.attach",
+        "id": "c",
+        "session": "s",
+        "after_seq": 0,
+        "role": "observer",
+    }
+
+
 def test_absent_optional_fields_decode_to_their_defaults() -> None:
     command = protocol.decode_command('{"type":"pool.subscribe"}')
     assert command == protocol.PoolSubscribe(hz=1.0, detail="summary", cells=1024)

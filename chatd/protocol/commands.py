@@ -19,8 +19,13 @@ from chatd.protocol.vocabulary import (
 )
 
 
-class _Command(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    """Base of all commands; `id` is echoed as `re`."""
+class _Command(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="type"
+):
+    """Base of all commands; `id` is echoed as `re`.
+
+    What is not asked for is not sent: an older daemon refuses the fields that it does not know.
+    """
 
     id: CommandId | None = None
 

@@ -11,6 +11,7 @@ import msgspec
 from chatd.errors import InvalidRequest, UnknownType
 from chatd.protocol.commands import COMMAND_TYPES, Command
 from chatd.protocol.events import EVENT_TYPES, Event
+from chatd.protocol.other_versions import read_other_version
 from chatd.protocol.vocabulary import SUBPROTOCOL
 
 _encoder = msgspec.json.Encoder()
@@ -66,10 +67,10 @@ def command_id(text: str | bytes) -> str | None:
 
 
 def decode_event(text: str | bytes) -> Event | None:
-    """Decode what a server sent; None for a type that this version does not know.
+    """Decode what a server sent, of another version as well; None for a type that this version does not know.
 
     Raises:
-        InvalidRequest: The frame is broken.
+        InvalidRequest: The frame is broken, or cannot be understood here.
     """
     head = _decode_head(text)
     if head.type not in EVENT_TYPES:
@@ -77,7 +78,10 @@ def decode_event(text: str | bytes) -> Event | None:
     try:
         return _event_decoder.decode(text)
     except msgspec.ValidationError as error:
-        raise invalid_field(error) from None
+        event = read_other_version(text)
+        if event is None:
+            raise invalid_field(error) from None
+        return event
 
 
 def _decode_head(text: str | bytes) -> _Head:

@@ -1,8 +1,8 @@
 """A daemon that speaks chatd.v1 from a script: no model, no engine. For tests and measurements of clients.
 
 It keeps sessions with exact `seq`s and a replay ring, answers a repeated command id once, and can misbehave on
-request: drop connections, restart with another `boot`, forget its ring, send any frame. Answers come from scripts;
-with `manual` each delta waits for `release`.
+request: drop connections, restart with another `boot`, forget its ring, send any frame, rewrite each as another
+version says it. Answers come from scripts; with `manual` each delta waits for `release`.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class ScriptedDaemon(ScriptedTurns):
         self.commands: list[p.Command] = []
         self.num_connections = 0
         self.refuse: tuple[HTTPStatus, bytes] | None = None
+        self.rewrite: Callable[[str], list[str]] = lambda frame: [frame]
         self.on_command: Callable[[p.Command], Awaitable[bool]] | None = None
         self.totals = p.PoolTotals(
             blocks=256,
@@ -185,24 +186,7 @@ class ScriptedDaemon(ScriptedTurns):
         self.num_connections += 1
         self._attached[socket] = set()
         try:
-            await socket.send(
-                p.encode(
-                    p.Hello(
-                        protocol=p.SUBPROTOCOL,
-                        server="0.1.0",
-                        boot=self.boot,
-                        connection=f"con_{self.num_connections}",
-                        tenant="local",
-                        user="local",
-                        model=self.model,
-                        caps=self._caps,
-                        limits=p.Limits(
-                            frame_bytes=self._frame_bytes, sessions=64, inflight=8, replay_events=8192, replay_ttl_s=300
-                        ),
-                        heartbeat_s=20,
-                    )
-                )
-            )
+            await self._send(socket, p.encode(self._hello()))
             async for text in socket:
                 await self._receive(socket, text)
         except ConnectionClosed:
@@ -210,6 +194,22 @@ class ScriptedDaemon(ScriptedTurns):
         finally:
             self._attached.pop(socket, None)
             self._pool_wishes.pop(socket, None)
+
+    def _hello(self) -> p.Hello:
+        return p.Hello(
+            protocol=p.SUBPROTOCOL,
+            server="0.1.0",
+            boot=self.boot,
+            connection=f"con_{self.num_connections}",
+            tenant="local",
+            user="local",
+            model=self.model,
+            caps=self._caps,
+            limits=p.Limits(
+                frame_bytes=self._frame_bytes, sessions=64, inflight=8, replay_events=8192, replay_ttl_s=300
+            ),
+            heartbeat_s=20,
+        )
 
     async def _receive(self, socket: ServerConnection, text: str | bytes) -> None:
         re = p.command_id(text)
@@ -381,7 +381,8 @@ class ScriptedDaemon(ScriptedTurns):
 
     async def _send(self, socket: ServerConnection, text: str) -> None:
         with contextlib.suppress(ConnectionClosed):
-            await socket.send(text)
+            for frame in self.rewrite(text):
+                await socket.send(frame)
 
 
 def _response(socket: ServerConnection, status: HTTPStatus, body: bytes) -> Response:
