@@ -15,7 +15,6 @@ BENCHMARKS = {
     "front": "deltas that the front carries on one core",
     "pool": "operations of the block pool and the prefix index",
     "ahead": "how long a device stands still between two steps, with and without one step ahead",
-    "tui": "how the terminal client feels while an answer streams",
     "lengths": "lengths of MT-bench conversations in the small model's tokens, for others to use",
     "memory": "what memory holds, paged and contiguous",
     "waste": "allocated slots that hold no token, over whole conversations",
@@ -31,6 +30,7 @@ BENCHMARKS = {
     "join": "equal prompts at once, beside different ones",
     "journal": "what keeping conversations costs: commits, size, start, search, erasure",
     "neighbor": "what one tenant sees of another that floods",
+    "terminal": "how the terminal client feels: stalls, keys, long conversations, pastes, other sizes",
     "load": "streams, idle sockets, cancels and lost connections for half an hour, and what is left over",
 }
 """Each prints its figures, and writes them where `--json PATH` says."""

@@ -40,7 +40,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "pool": ("pool",),
     "kernels": ("kernels",),
     "front": ("front",),
-    "tui": ("tui",),
+    "terminal": ("terminal",),
 }
 """By the name of the JSON, the command; DATA stands for the folder with what is not in the repository."""
 

@@ -18,6 +18,7 @@ from typing import Any
 from chatd.bench import tables
 from chatd.bench.journal import journal_table
 from chatd.bench.step import step_table
+from chatd.bench.terminal import terminal_table
 
 ROOT = Path(__file__).parent.parent.parent
 FIGURES = ROOT / "docs" / "figures"
@@ -45,7 +46,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "pool": tables.pool_table,
     "kernels": tables.kernels_table,
     "front": tables.front_table,
-    "tui": tables.tui_table,
+    "terminal": terminal_table,
 }
 """By the name of the JSON in docs/figures and of its place in a page."""
 

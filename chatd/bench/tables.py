@@ -234,19 +234,6 @@ def front_table(figures: Figures) -> str:
     return f"{markdown_table(heads, rows)}\n\nGoal: {figures['goal_deltas_per_s']:,} deltas a second."
 
 
-def tui_table(figures: Figures) -> str:
-    """Return how the terminal client feels."""
-    heads = ["an answer at 100 tokens/s", "keypress to paint, p50", "p95", "the loop is late, p50", "p99"]
-    rows = [
-        [
-            run["scenario"],
-            *(f"{run[name]:.1f} ms" for name in ("key_p50_ms", "key_p95_ms", "stall_p50_ms", "stall_p99_ms")),
-        ]
-        for run in figures["runs"]
-    ]
-    return markdown_table(heads, rows)
-
-
 def crossing_block_size(sizes: Sequence[Figures], way: str) -> int | None:
     """Return the least block size from which on copying out and in beats recomputing; None where it never does."""
     out, back = ("disk_out_s", "disk_in_s") if way == "disk" else ("out_s", "in_s")

@@ -1,14 +1,10 @@
 import asyncio
-import contextlib
-import fcntl
 import os
-import signal
-import struct
-import termios
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
+from chatd.testing.pseudo_terminal import PseudoTerminal
 from chatd.testing.scripted_daemon import Script, ScriptedDaemon
 from chatd_tui.app import ChatApp
 
@@ -42,45 +38,12 @@ def make_app(tmp_path) -> Callable[[ScriptedDaemon], ChatApp]:
     return make
 
 
-class Terminal:
-    """A child on a pseudo-terminal of 100×130, and all that it wrote."""
+class Terminal(PseudoTerminal):
+    """A client on a terminal of 100×130."""
 
     def __init__(self, command: list[str], **environment: str) -> None:
-        self._command = command
-        self._environment = environment
-        self.output = b""
-        self.process: asyncio.subprocess.Process | None = None
-
-    async def __aenter__(self) -> "Terminal":
-        self._master, slave = os.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 130, 100, 0, 0))
         ours = {"TERM": "xterm-256color", "COLORTERM": "truecolor", "CHATD_INPUT_HISTORY": "off"}
-        environment = {**os.environ, **ours, **self._environment}
-        self.process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
-        )
-        os.close(slave)
-        os.set_blocking(self._master, False)
-        asyncio.get_running_loop().add_reader(self._master, self._read)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self.process is not None
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(signal.SIGKILL)
-            await self.process.wait()
-        asyncio.get_running_loop().remove_reader(self._master)
-        os.close(self._master)
-
-    def write(self, keys: bytes) -> None:
-        os.write(self._master, keys)
-
-    def _read(self) -> None:
-        try:
-            self.output += os.read(self._master, 65536)
-        except OSError:
-            asyncio.get_running_loop().remove_reader(self._master)
+        super().__init__(command, {**os.environ, **ours, **environment}, columns=100, rows=130)
 
 
 @pytest.fixture

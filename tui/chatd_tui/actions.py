@@ -242,7 +242,7 @@ class Actions:
         if argument not in ("", "on", "off"):
             self._say(f"{clean_line(argument, 40)!r} is neither on nor off", kind="warning")
             return
-        typing.turn(not typing.is_on if not argument else argument == "on", self._app.chat.composer.text)
+        typing.turn(not typing.is_on if not argument else argument == "on", self._app.chat.composer.message)
         if typing.is_on:
             self._say("type-ahead is on: what you type is read before you send it", "/typeahead off stops that")
         else:

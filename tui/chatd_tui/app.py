@@ -15,6 +15,7 @@ from chatd.client import ConnectionPhase, ConnectionState
 from chatd.config import Server, input_history_path, state_dir
 from chatd.errors import AuthenticationError, ChatdError
 from chatd.protocol import (
+    MAX_FRAME_BYTES,
     AttachRole,
     Error,
     PrefillState,
@@ -414,6 +415,8 @@ class ChatApp(App[None], inherit_bindings=False):
     def _draw_connection(self, state: ConnectionState) -> None:
         self._draw_title(state)
         self.chat.transcript.update_welcome(self.daemons.shown.welcome())
+        hello = self.daemons.shown.hello
+        self.chat.composer.max_bytes = hello.limits.frame_bytes if hello is not None else MAX_FRAME_BYTES
         if state.phase is ConnectionPhase.CLOSED and state.error is not None:
             self.show_error(state.error)
         elif state.phase is ConnectionPhase.CONNECTED and self.chat.status.kind in ("error", "warning"):

@@ -89,10 +89,10 @@ class Conversation:
             items.insert(0, ItemView(SYSTEM_ID, "system", clean(snapshot.session.system)))
         await self._chat.transcript.show(items)
         self.busy = snapshot.response is not None
-        # What was said of the way here stays until something happens.
+        # What was said of the way here, or why a first message was refused, stays until something happens.
         if self.busy:
             self._chat.status = status_text.progress(snapshot)
-        elif self._chat.status.kind != "notice":
+        elif self._chat.status.kind not in ("notice", "warning", "error"):
             self._chat.status = StatusView()
         usage = snapshot.state.usage or {}
         tier = snapshot.state.tier or snapshot.session.tier

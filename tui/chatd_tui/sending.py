@@ -10,6 +10,7 @@ from chatd.errors import ChatdError
 from chatd_tui import status_text
 from chatd_tui.attachments import Attachment, attachments, with_attachments
 from chatd_tui.link import not_connected
+from chatd_tui.widgets.composer import too_long
 from chatd_tui.widgets.status import StatusView
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Sending:
             app.chat.status = status_text.WATCHING
             return
         try:
+            self._check_length(text)
             files = await asyncio.to_thread(attachments, text, Path()) if "@" in text else []
             if files:
                 self._frame_limit_bytes()
@@ -74,6 +76,12 @@ class Sending:
         if hello is None:
             raise not_connected()
         return hello.limits.frame_bytes
+
+    def _check_length(self, text: str) -> None:
+        """Refuse what no frame can hold, before the input is emptied; the client counts the frame itself."""
+        size_bytes, limit_bytes = len(text.encode("utf-8", "replace")), self._app.chat.composer.max_bytes
+        if size_bytes > limit_bytes:
+            raise too_long("the message", size_bytes, limit_bytes)
 
     def _say(self, text: str, editing: str | None) -> None:
         app = self._app

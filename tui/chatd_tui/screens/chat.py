@@ -90,7 +90,8 @@ class ChatScreen(Screen[None]):
             return
         self._sessions_wanted = True
         self._arrange(self.size.width, self.size.height)
-        self.sessions.focus()
+        # At once, so that keys that are typed right after go there.
+        self.set_focus(self.sessions)
 
     @property
     def status(self) -> StatusView:

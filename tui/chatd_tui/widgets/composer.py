@@ -1,7 +1,8 @@
 """The input: Enter sends; Shift+Enter, Alt+Enter, Ctrl+J or a backslash at the end make a line.
 
 A slash at the beginning offers commands and an @ at the end files; Tab takes one. Up at the first line and Down at the
-last one bring back what was sent before. A message that is edited stands here until it is sent or left.
+last one bring back what was sent before. A message that is edited stands here until it is sent or left. A long text
+that is pasted stands here as a mark, and is refused where no message can be so long.
 """
 
 from __future__ import annotations
@@ -14,13 +15,23 @@ from textual.binding import Binding, BindingType
 from textual.widgets import TextArea
 
 from chatd.clean import clean
+from chatd.errors import InvalidRequest
+from chatd.protocol import MAX_FRAME_BYTES
 from chatd_tui.commands import Suggestion, as_typed
 from chatd_tui.input_history import InputHistory
 from chatd_tui.keys import NEWLINE_KEYS
-from chatd_tui.messages import Submitted
+from chatd_tui.messages import Refused, Submitted
+from chatd_tui.pasted import SHOWN_CHARS, Pasted
 from chatd_tui.widgets.suggestion_list import SuggestionList
 
 MAX_LINES = 8
+
+
+def too_long(what: str, size_bytes: int, limit_bytes: int) -> InvalidRequest:
+    """Return the refusal of a text that no message can hold."""
+    return InvalidRequest(
+        f"{what} has {size_bytes} bytes, the limit is {limit_bytes} (limits.frame_bytes)", code="frame_too_large"
+    )
 
 
 class Composer(TextArea):
@@ -35,6 +46,7 @@ class Composer(TextArea):
         typed: Takes the text with each change, unless another message is edited here.
         editing: The message that is edited here.
         sent: What was sent before.
+        max_bytes: What the daemon takes at most.
     """
 
     DEFAULT_CSS = """
@@ -68,13 +80,20 @@ class Composer(TextArea):
         self.typed: Callable[[str], None] = lambda _: None
         self.editing: str | None = None
         self.sent = InputHistory()
+        self.max_bytes = MAX_FRAME_BYTES
+        self._pasted = Pasted()
+
+    @property
+    def message(self) -> str:
+        """What is sent: the text, with what its marks stand for."""
+        return self._pasted.whole(self.text)
 
     def on_text_area_changed(self) -> None:
         """Be as high as the text, and offer commands."""
         self._fit()
         self._offer()
         if self.editing is None:
-            self.typed(self.text)
+            self.typed(self.message)
 
     def _offer(self) -> None:
         begun = self.document.line_count == 1 and self.document.get_line(0).startswith("/")
@@ -145,9 +164,15 @@ class Composer(TextArea):
         self.move_cursor(self.document.end)
 
     async def _on_paste(self, event: events.Paste) -> None:
-        # What is pasted may come from anywhere, and is drawn like remote text.
-        event.text = clean(event.text)
-        await super()._on_paste(event)
+        # What is pasted may come from anywhere, and is drawn like remote text. The text area's own handler is called
+        # after this one and inserts it.
+        text = clean(event.text)
+        size_bytes = len(text.encode())
+        if size_bytes > self.max_bytes:
+            event.prevent_default()
+            self.post_message(Refused(too_long("what is pasted", size_bytes, self.max_bytes)))
+            return
+        event.text = text if len(text) <= SHOWN_CHARS else self._pasted.mark(text)
 
     def _enter(self) -> None:
         row, column = self.cursor_location
@@ -157,12 +182,12 @@ class Composer(TextArea):
         if self._offered.moved and self._offered.view.rows:
             self._complete()
         elif self.text.strip():
-            self.post_message(Submitted(self.text.strip("\n"), self.editing))
+            self.post_message(Submitted(self.message.strip("\n"), self.editing))
 
     def take_back(self, message: str) -> None:
         """Put a message that was refused back, unless something else was begun."""
         if not self.text.strip():
-            self._write(as_typed(message))
+            self._write(self._pasted.shown(as_typed(message)))
 
     def begin_command(self, text: str) -> None:
         """Let a command be finished here."""
@@ -176,7 +201,7 @@ class Composer(TextArea):
         self.editing = item_id
         self.border_title = "another version of this message · Esc leaves it"
         self.add_class("-editing")
-        self._write(as_typed(message))
+        self._write(self._pasted.shown(as_typed(message)))
 
     def leave_edit(self) -> bool:
         """Go back to what was begun before; False where nothing is edited."""
