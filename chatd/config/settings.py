@@ -228,7 +228,9 @@ class JournalSettings(_Section):
 class QuotaSettings(_Section):
     """Limits of one key; 0 is none."""
 
-    requests_per_minute: int = Field(0, ge=0, description="Turns and completions.")
+    requests_per_minute: int = Field(
+        0, ge=0, description="Turns, completions, messages without an answer and changes of a session."
+    )
     tokens_per_minute: int = Field(0, ge=0, description="Tokens in and out.")
     max_inflight: int = Field(64, ge=1, description="Answers in progress.")
 

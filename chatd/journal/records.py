@@ -179,7 +179,7 @@ class SaveAnswer(msgspec.Struct, frozen=True):
 
 
 class CountUsage(msgspec.Struct, frozen=True):
-    """Add the tokens of a turn to its tenant's, key's and day's."""
+    """Add the tokens of a turn, or of several, to their tenant's, key's and day's."""
 
     tenant: str
     key_id: str
@@ -187,6 +187,7 @@ class CountUsage(msgspec.Struct, frozen=True):
     input_tokens: int
     cached_tokens: int
     output_tokens: int
+    requests: int = 1
 
 
 class EraseSession(msgspec.Struct, frozen=True):

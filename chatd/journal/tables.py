@@ -43,8 +43,8 @@ _CHANGE_MESSAGE = """
     WHERE pk = ?"""
 _COUNT_USAGE = """
     INSERT INTO usage (tenant, key_id, day, requests, input_tokens, cached_tokens, output_tokens)
-    VALUES (?, ?, ?, 1, ?, ?, ?)
-    ON CONFLICT (tenant, key_id, day) DO UPDATE SET requests = requests + 1,
+    VALUES (?, ?, ?, ?, ?, ?, ?)
+    ON CONFLICT (tenant, key_id, day) DO UPDATE SET requests = requests + excluded.requests,
         input_tokens = input_tokens + excluded.input_tokens, cached_tokens = cached_tokens + excluded.cached_tokens,
         output_tokens = output_tokens + excluded.output_tokens"""
 _FORGET_ANSWERS = """
@@ -121,6 +121,7 @@ class Tables:
                             change.tenant,
                             change.key_id,
                             change.day.isoformat(),
+                            change.requests,
                             change.input_tokens,
                             change.cached_tokens,
                             change.output_tokens,

@@ -14,11 +14,12 @@ from chatd import __version__
 from chatd.config import Settings
 from chatd.errors import ConfigError, Unavailable
 from chatd.protocol import CLOSE_UNAUTHENTICATED, ServerDraining, frame_limit_bytes
-from chatd.server.auth import Authenticator, Principal
+from chatd.server.auth import ANONYMOUS_KEY_ID, Authenticator, Principal
 from chatd.server.idempotency import AnswerCache
 from chatd.server.logging import get_logger
 from chatd.server.metrics import Metrics
 from chatd.server.outbox import EventEncoder
+from chatd.server.policy import owner_of
 from chatd.server.pool_view import PoolHub
 from chatd.tenants.keys import KeyStore
 from chatd.tenants.quotas import KeyQuota, QuotaLimits, Quotas
@@ -142,6 +143,9 @@ class Daemon:
         """Serve from now on."""
         self._manager = manager
         self._engine = engine
+        # Of keys that went while nothing served; those of callers without one are nobody's.
+        for key_id in manager.answering_keys() - {"", ANONYMOUS_KEY_ID}:
+            self._end_answers(key_id)
         for message in self._to_tell:
             engine.send(message)
         self._to_tell.clear()
@@ -262,6 +266,17 @@ class Daemon:
             if stream.key_id == key_id:
                 stream.cancel()
         self.quotas.forget(key_id)
+        self._end_answers(key_id)
+
+    def _end_answers(self, key_id: str) -> None:
+        """End what a key has in progress on the native door, unless it is still its owner's."""
+        if self._manager is None:
+            return
+        key = self.keys.get(key_id)
+        owner = None if key is None else owner_of(Principal.of(key))
+        num_ended = self._manager.end_answers_of(key_id, owner)
+        if num_ended:
+            logger.info("key.answers_ended", key=key_id, answers=num_ended)
 
     async def watch_keys(self) -> None:
         """Read the keys file again when it changes, until cancelled."""

@@ -6,7 +6,7 @@ one that does not exist. A command without an entry in `VERBS` keeps the daemon 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,7 @@ from chatd.server.pool_view import PoolSubscription
 if TYPE_CHECKING:
     from chatd.server.websocket import Connection
     from chatd.sessions.session import Session
+    from chatd.tenants.quotas import KeyQuota
 
 _NO_PARAMS = Params()
 
@@ -176,7 +177,8 @@ async def _session_update(connection: Connection, command: SessionUpdate) -> Eve
     manager = connection.daemon.manager
     session = await manager.resolve(connection.owner, command.session)
     before = session.ring.head_seq
-    await manager.update(session, command, re=command.id, subscriber=connection, receipt=receipt_of(command))
+    receipt = receipt_of(command)
+    await _change(connection, manager.update(session, command, re=command.id, subscriber=connection, receipt=receipt))
     return _first_after(session, before, SessionUpdated, command.id)
 
 
@@ -213,7 +215,7 @@ async def _message_edit(connection: Connection, command: MessageEdit) -> Event |
 
 
 async def _say(
-    connection: Connection, command: UserMessage | MessageEdit, say: Callable[..., Awaitable[None]]
+    connection: Connection, command: UserMessage | MessageEdit, say: Callable[..., Coroutine[Any, Any, None]]
 ) -> Event | None:
     daemon = connection.daemon
     daemon.check_accepting()
@@ -222,7 +224,7 @@ async def _say(
     if command.respond:
         await _take_turn(connection, session, lambda **given: say(session, command, connection, **given), command)
     else:
-        await say(session, command, connection, receipt=receipt_of(command))
+        await _change(connection, say(session, command, connection, receipt=receipt_of(command)))
     return _first_after(session, before, ItemAdded, command.id)
 
 
@@ -258,6 +260,28 @@ async def _take_turn(
         daemon.spawn(charge(session.turn, quota), "charge of a turn")
     else:
         quota.finish(0)
+    if not daemon.authenticator.is_current(connection.principal):
+        daemon.manager.end_answers_of(connection.principal.key_id)  # Revoked while it was accepted.
+    _tell_limits(connection, quota)
+
+
+async def _change(connection: Connection, change: Coroutine[Any, Any, None]) -> None:
+    """Carry out what writes and begins no answer, within the key's quota of requests."""
+    quota = connection.daemon.quota_of(connection.principal)
+    try:
+        quota.admit_change()
+    except BaseException:
+        change.close()
+        raise
+    try:
+        await change
+    except BaseException:
+        quota.refund_change()
+        raise
+    _tell_limits(connection, quota)
+
+
+def _tell_limits(connection: Connection, quota: KeyQuota) -> None:
     limits = quota.state()
     if limits:
         connection.deliver(RateLimitsUpdated(limits=[dict(row) for row in limits]))

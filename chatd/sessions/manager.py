@@ -583,6 +583,25 @@ class SessionManager:
         """
         self._native_turns.cancel(session, subscriber)
 
+    def answering_keys(self) -> set[str]:
+        """Return the keys that asked for the answers in progress."""
+        return {session.turn.key_id for session in self._store.all() if session.turn is not None}
+
+    def end_answers_of(self, key_id: str, owner: Owner | None = None) -> int:
+        """End the answers in progress that a key asked for which is gone, as cancelled; return how many.
+
+        Those of stateless requests are their readers'.
+
+        Args:
+            key_id: The key.
+            owner: Whose key it is now, where there is one: what it asked for as that owner's goes on.
+        """
+        turns = [session.turn for session in self._store.all() if session.owner != owner]
+        gone = [turn for turn in turns if turn is not None and turn.key_id == key_id and not turn.is_ending]
+        for turn in gone:
+            self._runner.cancel(turn)
+        return len(gone)
+
     async def complete(self, owner: Owner, request: CompletionRequest) -> Completion:
         """Answer a stateless request that wants one answer; see `choose`.
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 from chatd.errors import StorageError
@@ -77,6 +78,35 @@ def session_of(change: Change) -> str | None:
             return None
 
 
+def _merged(debts: Sequence[_Debt]) -> list[_Debt]:
+    """Return debts with one for the usage of each tenant, key and day: however long it is owed, it takes no more."""
+    merged: list[_Debt] = []
+    place_of: dict[tuple[str, str, date], int] = {}
+    for debt in debts:
+        match debt.changes:
+            case [CountUsage() as more]:
+                place = place_of.setdefault((more.tenant, more.key_id, more.day), len(merged))
+                if place < len(merged):
+                    (known,) = merged[place].changes
+                    assert isinstance(known, CountUsage), "usage is merged with something else"
+                    merged[place] = _Debt(None, [_sum(known, more)])
+                    continue
+        merged.append(debt)
+    return merged
+
+
+def _sum(a: CountUsage, b: CountUsage) -> CountUsage:
+    return CountUsage(
+        a.tenant,
+        a.key_id,
+        a.day,
+        a.input_tokens + b.input_tokens,
+        a.cached_tokens + b.cached_tokens,
+        a.output_tokens + b.output_tokens,
+        a.requests + b.requests,
+    )
+
+
 class Recorder:
     """Commits for all sessions.
 
@@ -136,7 +166,7 @@ class Recorder:
             try:
                 await self._commit([*(change for debt in owed for change in debt.changes), *changes])
             except Exception:
-                self._owed = owed + self._owed
+                self._owed = _merged(owed + self._owed)
                 await self._commit_apart(changes)
             finally:
                 self._pay_soon()
@@ -232,6 +262,8 @@ class Recorder:
         """Have changes kept soon, or at once, that nobody waits for."""
         if self.is_kept and changes:
             self._owed.append(_Debt(next((session_of(change) for change in changes), None), list(changes)))
+            if isinstance(changes[-1], CountUsage):
+                self._owed = _merged(self._owed)
             if at_once:
                 self._spawn(self._pay())
             else:

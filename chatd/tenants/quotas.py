@@ -101,6 +101,24 @@ class KeyQuota:
             self._requests.take(now, float(num_answers))
         self.num_inflight += num_answers
 
+    def admit_change(self) -> None:
+        """Let a change that no answer follows happen; it counts as a request.
+
+        Raises:
+            RateLimited: When to come back. Nothing was charged.
+        """
+        if self._requests is not None:
+            now = self._clock()
+            self._refuse_above(
+                "requests", self._requests.wait_s(now, 1.0), self._limits.requests_per_minute, "requests_per_minute"
+            )
+            self._requests.take(now, 1.0)
+
+    def refund_change(self) -> None:
+        """Undo one `admit_change` whose change was refused."""
+        if self._requests is not None:
+            self._requests.take(self._clock(), -1.0)
+
     def resume(self) -> None:
         """Count an answer that goes on after a restart, over any limit: it was let in before; `finish` must follow."""
         self.num_inflight += 1

@@ -197,9 +197,9 @@ async def test_an_erasure_takes_the_answers_that_tell_of_the_session(journal: Jo
 async def test_usage_adds_up_by_tenant_key_and_day(journal: Journal) -> None:
     days = date(2026, 1, 31), date(2026, 2, 1)
     await journal.commit([CountUsage("acme", "k1", days[0], 10, 4, 3), CountUsage("acme", "k1", days[0], 1, 0, 2)])
-    await journal.commit([CountUsage("acme", "k1", days[1], 5, 5, 5), CountUsage("other", "k2", days[1], 7, 0, 0)])
+    await journal.commit([CountUsage("acme", "k1", days[1], 5, 5, 5, 3), CountUsage("other", "k2", days[1], 7, 0, 0)])
     first = UsageRow("acme", "k1", days[0], 2, 11, 4, 5)
-    second = UsageRow("acme", "k1", days[1], 1, 5, 5, 5)
+    second = UsageRow("acme", "k1", days[1], 3, 5, 5, 5)
     foreign = UsageRow("other", "k2", days[1], 1, 7, 0, 0)
     assert await journal.usage() == [first, second, foreign]
     assert await journal.usage("acme") == [first, second]

@@ -10,6 +10,7 @@ from chatd.protocol import (
     ItemAdded,
     MessageEdit,
     OutputTextDelta,
+    Params,
     RateLimitsUpdated,
     ResponseCompleted,
     ResponseCreated,
@@ -18,6 +19,8 @@ from chatd.protocol import (
     SessionCreated,
     SessionFork,
     SessionGet,
+    SessionUpdate,
+    SessionUpdated,
     Siblings,
     TranscriptEvent,
     UserMessage,
@@ -127,13 +130,14 @@ async def test_an_edit_and_a_regeneration_count_against_the_keys_quota(start) ->
         for command in (
             ResponseRegenerate(id="r", session=session),
             MessageEdit(id="m", session=session, item=item, content="x"),
+            MessageEdit(id="n", session=session, item=item, content="x", respond=False),
+            UserMessage(id="u", session=session, content="x", respond=False),
+            SessionUpdate(id="t", session=session, title="x"),
         ):
             refused = await bob.ask(command)
             assert isinstance(refused, Error)
             assert refused.error.code == "rate_limit_exceeded"
-        # What asks for no answer costs none.
-        added = await bob.ask(MessageEdit(id="n", session=session, item=item, content="x", respond=False))
-        assert isinstance(added, ItemAdded)
+        # To look at another branch costs none.
         assert isinstance(await bob.ask(BranchSelect(id="b", session=session, leaf=item)), BranchSelected)
 
 
@@ -145,6 +149,24 @@ async def test_a_refused_regeneration_gives_its_place_in_the_quota_back(start) -
         await bob.send(UserMessage(session=session, content="hello"))
         events = await bob.until(ResponseCompleted)
         assert any(isinstance(event, RateLimitsUpdated) for event in events)
+
+
+async def test_what_is_written_without_an_answer_counts_as_a_request_unless_it_is_refused(start) -> None:
+    async with start(numbered(), quotas={"requests_per_minute": 2}) as running, running.chat() as bob:
+        session = (await create(bob)).session.id
+        refused = await bob.ask(SessionUpdate(id="a", session=session, params=Params(temperature=-1.0)))
+        assert refused.error.code == "invalid_request"
+        update = SessionUpdate(id="b", session=session, title="whales")
+        updated = await bob.ask(update)
+        assert isinstance(updated, SessionUpdated)
+        limits = (await bob.until(RateLimitsUpdated))[-1].limits
+        assert (limits[0]["name"], limits[0]["remaining"]) == ("requests", 1)
+        assert await bob.ask(update) == updated, "the first answer to a command that comes twice"
+        added = await bob.ask(UserMessage(id="c", session=session, content="a note", respond=False))
+        assert isinstance(added, ItemAdded)
+        refused = await bob.ask(UserMessage(id="d", session=session, content="another", respond=False))
+        assert (refused.error.code, refused.error.retry_after_ms > 0) == ("rate_limit_exceeded", True)
+        assert not running.manager.num_in_flight
 
 
 @pytest.mark.parametrize("at_end", [False, True])

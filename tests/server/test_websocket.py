@@ -323,6 +323,53 @@ async def test_a_revoked_keys_sockets_close(start, tmp_path) -> None:
         assert isinstance(await other.ask(Ping(id="p", t=1)), Pong)
 
 
+async def test_a_revoked_keys_answers_end_and_nobody_elses(start, tmp_path) -> None:
+    async with start() as running:
+        second = create_key(tmp_path / "keys.json", tenant="acme", user="bob")
+        running.daemon.refresh_keys()
+        running.engine.held = True
+        async with running.chat() as talk, running.chat(second) as other:
+            sessions = []
+            for chat in (talk, other):
+                created = await chat.ask(SessionCreate(id=f"create_{len(sessions)}"))
+                sessions.append(created.session.id)
+                await chat.send(UserMessage(session=sessions[-1], content="hi"))
+                await chat.until(ResponseCreated)
+            await other.ask(SessionAttach(id="a", session=sessions[0]))
+            revoke_key(tmp_path / "keys.json", parse(running.key))
+            running.daemon.refresh_keys()
+            assert await talk.closed() == 4401
+            running.engine.held = False
+            ended = {}
+            while len(ended) < 2:
+                event = await other.next()
+                if isinstance(event, ResponseCompleted | ResponseIncomplete):
+                    ended[event.session] = event.reason
+            assert ended == {sessions[0]: "cancelled", sessions[1]: "stop"}
+
+
+async def test_a_key_that_changes_and_stays_its_owners_keeps_its_answers(start, tmp_path) -> None:
+    path = tmp_path / "keys.json"
+    async with start() as running, running.chat() as talk:
+        running.engine.held = True
+        session = (await create(talk)).session.id
+        await talk.send(UserMessage(session=session, content="hi"))
+        await talk.until(ResponseCreated)
+        file = json.loads(path.read_text())
+        (own,) = [key for key in file["keys"] if key["id"] == parse(running.key)]
+        own["class"] = "batch"
+        path.write_text(json.dumps(file))
+        running.daemon.refresh_keys()
+        assert await talk.closed() == 4401
+        assert running.manager.answering_keys() == {own["id"]}
+        own["user"] = "carol"
+        path.write_text(json.dumps(file))
+        running.daemon.refresh_keys()
+        running.engine.held = False
+        await eventually(lambda: running.manager.num_in_flight == 0)
+        assert any(isinstance(message, Cancel) for message in running.engine.sent)
+
+
 async def test_the_keys_file_is_watched(start, tmp_path, monkeypatch) -> None:
     assert daemon_module.KEYS_POLL_S <= 5
     monkeypatch.setattr(daemon_module, "KEYS_POLL_S", 0.01)

@@ -283,8 +283,7 @@ async def test_usage_is_counted_once_for_each_turn_of_either_door() -> None:
     prompt = len([USER, *encode_text("one"), TURN_END]) + 1
     assert daemon.journal.usage == [
         CountUsage("acme", "key_1", day, prompt, 0, 3),
-        CountUsage("acme", "key_2", day, prompt - 1, 0, 3),
-        CountUsage("acme", "key_2", day, 0, 0, 3),
+        CountUsage("acme", "key_2", day, prompt - 1, 0, 3 + 3, requests=2),
     ]
     assert await daemon.journal.sessions() != []
     assert len(await daemon.journal.sessions()) == 1

@@ -61,6 +61,33 @@ async def test_what_is_owed_of_a_good_session_does_not_wait_behind_bad_ones() ->
     assert good.turn is None
 
 
+async def test_usage_that_is_owed_takes_no_more_the_longer_the_disk_is_full() -> None:
+    daemon, _, good = await with_bad_sessions()
+    recorder, others = daemon.manager._recorder, daemon.manager._recorder.num_owed
+    daemon.journal.before_commit, daemon.journal.error = None, StorageError("no room")
+    days = date(2026, 1, 1), date(2026, 1, 2)
+    for number in range(60):
+        recorder.owe([CountUsage("acme", f"k{number % 2}", days[number % 3 == 0], 10, 3, 1)])
+        if number % 7 == 0:
+            with pytest.raises(StorageError):
+                await recorder.commit(())
+    assert recorder.num_owed == others + 4
+    daemon.journal.error = None
+    await recorder.commit(())
+    assert recorder.num_owed == 0
+    counted = {(c.key_id, c.day): (c.requests, c.input_tokens, c.cached_tokens, c.output_tokens) for c in usage(daemon)}
+    assert counted == {
+        (key, day): (number, 10 * number, 3 * number, number)
+        for key in ("k0", "k1")
+        for day, number in ((days[0], 20), (days[1], 10))
+    }
+    assert good.turn is None
+
+
+def usage(daemon: RestartingDaemon) -> list[CountUsage]:
+    return [count for count in daemon.journal.usage if count.key_id in ("k0", "k1")]
+
+
 async def test_a_session_whose_changes_are_never_taken_can_be_erased() -> None:
     daemon, (bad,), good = await with_bad_sessions()
     erasing = asyncio.create_task(daemon.manager.erase(bad))
