@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 sessions_app = typer.Typer(help="Conversations in the journal.", no_args_is_help=True)
 notices = Console(stderr=True)
 output = Console()
+WIDE_LIST = 120
+"""Columns of a terminal from which on a list has a row for each conversation."""
+
 MAX_WIDTH = 10_000
 """Of a line that no terminal cuts."""
 
@@ -72,14 +75,8 @@ def sessions_ls(
         print_text(json.dumps([_summary(session) for session in found[:limit]], indent=2))
         return
     shown = found[:limit]
-    # An id that is cut off is none.
-    ids = Column("id", min_width=max((len(session.id) for session in shown), default=2))
-    table = Table(ids, "tenant", "user", Column("title", overflow="fold"), "messages", "last used", "")
-    for session in shown:
-        marks = " ".join(name for name in ("pinned", "archived", "closed") if getattr(session, name))
-        row = (session.id, session.tenant, session.user, session.title)
-        table.add_row(*(_text(clean_line(cell)) for cell in row), str(session.num_items), _when(session), marks)
-    _print_table(table)
+    is_narrow = output.is_terminal and output.width < WIDE_LIST
+    _print_table(_narrow_list(shown) if is_narrow else _list(shown))
     if len(found) > limit:
         notices.print(f"{len(found) - limit} more (--limit)", highlight=False)
 
@@ -152,6 +149,41 @@ def usage(
         counts = (row.requests, row.input_tokens, row.cached_tokens, row.output_tokens)
         table.add_row(_text(row.tenant), _text(row.key_id), str(row.day), *(f"{count:,}" for count in counts))
     _print_table(table)
+
+
+def _list(sessions: Sequence[SessionRecord]) -> Table:
+    """Return conversations, a row each."""
+    table = Table(_ids(sessions), "tenant", "user", Column("title", overflow="fold"), "messages", "last used", "")
+    for session in sessions:
+        row = (session.id, session.tenant, session.user, session.title)
+        cells = (_text(clean_line(cell)) for cell in row)
+        table.add_row(*cells, str(session.num_items), _when(session), _marks(session))
+    return table
+
+
+def _narrow_list(sessions: Sequence[SessionRecord]) -> Table:
+    """Return conversations with their titles below their ids, so that nothing is cut off at 80 columns."""
+    ids = Column("id", width=max((len(session.id) for session in sessions), default=2), overflow="fold")
+    columns = (Column("tenant, user", overflow="fold"), Column("messages", width=8), Column("last used", width=16))
+    table = Table(ids, *columns)
+    for session in sessions:
+        title = f"{session.title} ({_marks(session)})" if _marks(session) else session.title
+        table.add_row(
+            _text(f"{session.id}\n{clean_line(title)}"),
+            _text(f"{clean_line(session.tenant)}\n{clean_line(session.user)}"),
+            str(session.num_items),
+            _when(session),
+        )
+    return table
+
+
+def _ids(sessions: Sequence[SessionRecord]) -> Column:
+    # An id that is cut off is none.
+    return Column("id", min_width=max((len(session.id) for session in sessions), default=2), overflow="fold")
+
+
+def _marks(session: SessionRecord) -> str:
+    return " ".join(name for name in ("pinned", "archived", "closed") if getattr(session, name))
 
 
 def _print_table(table: Table) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from datetime import date
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,13 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
+from chatd import journal_commands
 from chatd.cli import app
-from chatd.errors import ChatdError, Conflict, EnvironmentProblem, InvalidRequest, NotFound
+from chatd.errors import ChatdError, ConfigError, Conflict, EnvironmentProblem, InvalidRequest, NotFound
+from chatd.journal import reader
 from chatd.journal.directory import DATABASE, JournalDirectory, JournalInUse
 from chatd.journal.journal import Journal
 from chatd.journal.reader import JournalReader, connect_to_read
@@ -27,6 +30,7 @@ from chatd.session_files import FORMAT, VERSION, SessionFile, as_json, from_json
 from chatd.testing.engine import NAMESPACE
 from chatd.testing.journal_records import make_answer, make_session, make_user_message
 
+NOON = datetime(2026, 1, 31, 12).timestamp()
 HOSTILE = "\x1b]0;owned\x07<script>alert(1)</script>\u202e[bold]&amp;\x9b2J"
 TREE = [
     make_user_message("msg_1", "what is a whale?"),
@@ -142,11 +146,21 @@ def test_a_list_shows_titles_without_what_a_terminal_obeys(journal: Path) -> Non
 
 
 def test_a_list_never_cuts_an_id_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = make_session(f"ses_{'0f' * 12}", tenant="a-long-name-of-a-tenant", title="words " * 30)
+    session = make_session(
+        f"ses_{'0f' * 12}", tenant="a-long-name-of-a-tenant", title="words " * 30, updated_at=NOON, pinned=True
+    )
     write(tmp_path / "journal", SaveSession(session))
     terminal = {"COLUMNS": "80", "FORCE_COLOR": "1"}
+    monkeypatch.setattr(journal_commands, "output", Console(width=80, force_terminal=True, color_system=None))
     result = CliRunner().invoke(app, ["sessions", "ls", "--directory", str(tmp_path / "journal")], env=terminal)
-    assert session.id in result.stdout
+    lines = [line.rstrip() for line in result.stdout.splitlines()]
+    assert max(map(len, lines)) <= 80
+    (row,) = [line for line in lines if session.id in line]
+    assert row.endswith("│ 3        │ 2026-01-31 12:00 │")
+    words = " ".join(result.stdout.replace("│", " ").split())
+    assert words.count("words") == 30
+    assert "…" not in words
+    assert "(pinned)" in words
 
 
 def test_a_list_in_a_pipe_has_each_conversation_whole_on_a_line_of_its_own(journal: Path) -> None:
@@ -297,6 +311,18 @@ def test_erase_prints_what_was_removed_and_leaves_none_of_it(journal: Path) -> N
     assert not any(b"mammal" in file.read_bytes() for file in journal.iterdir())
     with pytest.raises(NotFound):
         sessions("erase", journal, "ses_1")
+
+
+def test_a_journal_on_a_disk_that_cannot_be_written_is_read(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_is_read_only", lambda _directory: True)
+    before = sorted(journal.iterdir())
+    assert "a mammal" in sessions("show", journal, "ses_1")
+    assert sorted(journal.iterdir()) == before
+    (journal / f"{DATABASE}-wal").write_bytes(b"changes that a crash has left")
+    (journal / f"{DATABASE}-wal").chmod(0o600)
+    with pytest.raises(ConfigError, match="cannot be written, and the journal's log has changes") as caught:
+        sessions("show", journal, "ses_1")
+    assert "copy the folder" in str(caught.value.hint)
 
 
 def test_usage_is_shown_by_tenant_key_and_day(journal: Path) -> None:

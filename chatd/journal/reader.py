@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sqlite3
 from array import array
 from collections.abc import Sequence
@@ -34,13 +35,17 @@ _MESSAGES = """
     WHERE members.session = ? ORDER BY members.position"""
 
 
-def connect_to_read(file: Path) -> sqlite3.Connection:
+def connect_to_read(file: Path, *, is_immutable: bool = False) -> sqlite3.Connection:
     """Return a connection that cannot write, for any one thread at a time; the file stays as it is.
+
+    Args:
+        file: The database.
+        is_immutable: Nobody can write it, and there is nothing in its log; so no file beside it is needed.
 
     Raises:
         sqlite3.Error: There is no such file, or it cannot be read.
     """
-    uri = f"file:{quote(str(file))}?mode=ro"
+    uri = f"file:{quote(str(file))}?mode=ro{'&immutable=1' if is_immutable else ''}"
     connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=10.0)
     # A flipped bit may leave no UTF-8; what comes out then fails its checksum.
     connection.text_factory = lambda data: data.decode("utf-8", "replace")
@@ -67,7 +72,13 @@ def open_to_read(directory: Path) -> JournalReader:
     except OSError as error:
         raise ConfigError(f"the journal in {directory} cannot be read: {error.strerror}") from None
     file = directory / DATABASE
-    connection = connect_to_read(file)
+    is_immutable = _is_read_only(directory)
+    if is_immutable and _has_log(file):
+        raise ConfigError(
+            f"{directory} cannot be written, and the journal's log has changes that are not in the database yet",
+            hint="copy the folder, 0700, to where it can be written, and name the copy with --directory",
+        )
+    connection = connect_to_read(file, is_immutable=is_immutable)
     try:
         version = check_version(connection, file)
         if version < len(MIGRATIONS):
@@ -79,6 +90,18 @@ def open_to_read(directory: Path) -> JournalReader:
         connection.close()
         raise
     return JournalReader(connection)
+
+
+def _is_read_only(directory: Path) -> bool:
+    """Return whether SQLite could not make the files beside a database that it reads by."""
+    return bool(os.statvfs(directory).f_flag & os.ST_RDONLY) or not os.access(directory, os.W_OK)
+
+
+def _has_log(file: Path) -> bool:
+    try:
+        return file.with_name(f"{file.name}-wal").stat().st_size > 0
+    except OSError:
+        return False
 
 
 class JournalReader:
