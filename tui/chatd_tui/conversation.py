@@ -174,7 +174,9 @@ class Conversation:
     def _finish(self, event: ResponseCompleted | ResponseIncomplete) -> None:
         self.busy = False
         self._chat.transcript.finish(ItemView.of(event.item, event.usage, event.timings))
-        self._chat.status = StatusView()
+        if self._chat.status.kind != "notice":
+            # A notice tells what a command did, and may have come just now.
+            self._chat.status = StatusView()
         used = event.usage.input_tokens + event.usage.output_tokens
         self._draw_meter(ttft_ms=event.timings.ttft_ms, tok_s=event.timings.decode_tok_s or None, context_used=used)
 

@@ -103,6 +103,9 @@ class Transcript(VerticalScroll, inherit_bindings=False):
             await self.mount_all(widgets or [Welcome(self.welcome)])
             self._mark_context()
         self.anchor(bool(widgets))
+        if not widgets:
+            # What is shorter than the screen was anchored to its end, which is a place above its beginning.
+            self.scroll_home(animate=False, immediate=True, force=True)
 
     async def branch(self, parent: str | None, items: Sequence[ItemView]) -> None:
         """Draw these messages instead of what follows `parent`; what stays is not touched, nor the place one reads."""
@@ -127,7 +130,8 @@ class Transcript(VerticalScroll, inherit_bindings=False):
             await self._change(gone, added)
 
     async def _change(self, gone: Sequence[UserMessage | AnswerMessage], added: Sequence[Widget]) -> None:
-        at_end = self.is_vertical_scroll_end
+        # What is shorter than the screen is at its end wherever it is drawn.
+        at_end = self.is_vertical_scroll_end or self.max_scroll_y == 0
         lost_selection = any(message.item_id == self._selected for message in gone)
         said = any(isinstance(widget, UserMessage) for widget in added)
         begun = self._answer in added
