@@ -68,6 +68,8 @@ class ScriptedDaemon(ScriptedTurns):
             waiting=0,
         )
         self.cells: list[Counts] = []
+        self.tenants: list[p.TenantBlocks] = []
+        self.blocks: dict[int, list[p.CellBlock]] = {}
         self._key = key
         self._caps = list(caps)
         self._frame_bytes = frame_bytes
@@ -300,6 +302,8 @@ class ScriptedDaemon(ScriptedTurns):
             case p.PoolSubscribe():
                 self._pool_wishes[socket] = command
                 await self._reply(socket, self._pool_snapshot(command))
+            case p.PoolInspect():
+                await self._reply(socket, self._inspected(command))
             case p.PoolUnsubscribe():
                 self._pool_wishes.pop(socket, None)
                 await self._reply(socket, p.PoolUnsubscribed(re=command.id))
@@ -330,9 +334,18 @@ class ScriptedDaemon(ScriptedTurns):
     def _blocks_per_cell(self) -> int:
         return -(-self.totals.blocks // max(1, len(self.cells)))
 
+    def _inspected(self, command: p.PoolInspect) -> p.PoolInspected:
+        return p.PoolInspected(
+            cell=command.cell,
+            blocks_per_cell=command.blocks_per_cell,
+            blocks=self.blocks.get(command.cell, []),
+            left_out=max(0, command.blocks_per_cell - 64),
+            re=command.id,
+        )
+
     def _tenants(self) -> list[p.TenantBlocks]:
         totals = self.totals
-        return [
+        return self.tenants or [
             p.TenantBlocks(
                 tenant="local",
                 active=totals.active,

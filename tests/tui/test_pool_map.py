@@ -4,9 +4,9 @@ import pytest
 
 from chatd import protocol as p
 from chatd.client.pool import PoolState, apply_frame
-from chatd_tui.screens.pool import PoolHistory, session_table, totals_line
 from chatd_tui.widgets.pool_map import GLYPHS, MapLayout, cell_state, cells_for, map_layout, map_rows
-from chatd_tui.widgets.sparkline import spark
+from chatd_tui.widgets.pool_tables import totals_line
+from chatd_tui.widgets.sparkline import fitted, spark
 
 TOTALS = p.PoolTotals(
     blocks=256, free=100, cached=60, active=96, shared=16, evictions=3, hit_rate=0.5, tok_s=9.0, running=1, waiting=0
@@ -132,31 +132,12 @@ def test_bars_are_scaled_and_right_aligned() -> None:
     assert spark([5], 0) == ""
 
 
-def test_evictions_become_a_rate_and_a_new_counter_is_no_negative_one() -> None:
-    history = PoolHistory()
-    for now_s, evictions in ((0.0, 10), (2.0, 16), (3.0, 1), (4.0, 5)):
-        history.add(p.PoolTotals(**{**_fields(TOTALS), "evictions": evictions}), now_s)
-    assert list(history.evictions_s) == [0.0, 3.0, 0.0, 4.0]
-    assert history.occupancy[-1] == 96 / 256
-
-
-def _fields(totals: p.PoolTotals) -> dict[str, float]:
-    return {name: getattr(totals, name) for name in totals.__struct_fields__}
-
-
-def test_the_table_lists_sessions_by_what_they_hold_in_aligned_columns() -> None:
-    rows = [
-        p.SessionBlocks(session="a", title="small", held=2, shared=0, tokens=30, tier="device", active=False),
-        p.SessionBlocks(
-            session="b", title="large, with a very long title", held=70, shared=4, tokens=1120, tier="host", active=True
-        ),
-    ]
-    assert session_table(rows, 50).plain.split("\n") == [
-        "  session               held shared tokens tier   ",
-        "● large, with a ver…      70      4   1.1k host   ",
-        "  small                    2      0     30 device ",
-    ]
-    assert session_table([], 50).plain.split("\n")[1] == "  no session holds anything"
+@pytest.mark.parametrize(
+    ("values", "width", "shown"),
+    [([1, 5, 2, 3], 2, [5, 3]), ([1, 5, 2], 2, [1, 5]), ([1, 2], 9, [1, 2]), ([1, 2], 0, []), ([], 3, [])],
+)
+def test_a_past_is_fitted_into_fewer_columns_by_its_peaks(values, width, shown) -> None:
+    assert fitted(values, width) == shown
 
 
 def test_totals_fit_a_narrow_terminal() -> None:

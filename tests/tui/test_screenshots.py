@@ -11,6 +11,7 @@ from chatd import protocol as p
 from chatd.client import CellMap, ConnectionPhase, ConnectionState, PoolState
 from chatd_tui.app import ChatApp
 from chatd_tui.messages import ConnectionChanged, PoolChanged, SessionNews, SessionsListed
+from chatd_tui.pool_moments import PoolHistory
 from chatd_tui.screens.pool import PoolScreen
 from chatd_tui.widgets.answer import AnswerMessage
 
@@ -173,6 +174,8 @@ async def pool(pilot: Pilot[None]) -> None:
     await pilot.press("f2")
     while not isinstance(app.screen, PoolScreen):
         await pilot.pause()
+    app.screen.player.history = PoolHistory()
+    app.screen.player.clock = lambda: 39.0
     for step in range(40):
         app.screen.show(pool_state(step), float(step))
     await pilot.pause()

@@ -21,12 +21,12 @@ async def test_the_page_opens_by_itself_and_follows_the_pool(daemon: ScriptedDae
     app = PoolApp(daemon.url)
     async with app.run_test(size=(120, 36)):
         await wait_until(lambda: isinstance(app.screen, PoolScreen) and "256 blocks" in drawn(app, "#head"))
-        await wait_until(lambda: "Rivers [bold]" in drawn(app, "#table"))
+        await wait_until(lambda: "Rivers [bold]" in drawn(app, "#sessions"))
         wish = next(command for command in reversed(daemon.commands) if isinstance(command, p.PoolSubscribe))
         assert wish.detail == "map"
         lakes = p.SessionBlocks(session="ses_b", title="Lakes", held=3, shared=1, tokens=40, tier="disk", active=False)
         await daemon.show_pool([(0, 0, 1, 0)] * 256, sessions=[lakes])
-        await wait_until(lambda: "Lakes" in drawn(app, "#table") and "disk" in drawn(app, "#table"))
+        await wait_until(lambda: "Lakes" in drawn(app, "#sessions") and "disk" in drawn(app, "#sessions"))
         assert not any(isinstance(command, p.SessionCreate) for command in daemon.commands)
 
 

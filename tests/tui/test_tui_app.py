@@ -258,7 +258,7 @@ async def test_without_the_cap_the_page_has_no_map_and_still_its_numbers(make_ap
         async with app.run_test(size=SIZE) as pilot:
             await wait_until(connected(app))
             await pilot.press("f2")
-            await wait_until(lambda: isinstance(app.screen, PoolScreen) and len(app.screen.history.occupancy) > 0)
+            await wait_until(lambda: isinstance(app.screen, PoolScreen) and app.screen.player.shown is not None)
             assert not app.screen.query_one("#map-panel").display
             assert "map" not in [command.detail for command in daemon.commands if isinstance(command, p.PoolSubscribe)]
 

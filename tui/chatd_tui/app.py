@@ -179,7 +179,7 @@ class ChatApp(App[None], inherit_bindings=False):
         # There is no screen any more while the app closes.
         for page in self.screen_stack:
             if isinstance(page, PoolScreen):
-                page.show(message.state, time.monotonic())
+                page.show(message.state)
 
     def on_noticed(self, message: messages.Noticed) -> None:
         """Show what concerns no session."""
@@ -348,8 +348,8 @@ class ChatApp(App[None], inherit_bindings=False):
         async def closed(_: None) -> None:
             await self.link.unwatch_page()
 
-        has_map = "pool.map" in hello.caps
-        self.push_screen(PoolScreen(hello.model.block_size, has_map, self.link.watch_page), closed)
+        page = PoolScreen(hello.model.block_size, hello.caps, self.link.watch_page, self.link.inspect_cell)
+        self.push_screen(page, closed)
 
     def open_help(self) -> None:
         """List the commands and keys."""

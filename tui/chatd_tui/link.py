@@ -20,6 +20,7 @@ from chatd.protocol import (
     Hello,
     Item,
     Params,
+    PoolInspected,
     SessionAttached,
     SessionCreated,
     SessionInfo,
@@ -254,6 +255,10 @@ class DaemonLink:
     def watch_page(self, cells: int | None) -> None:
         """Ask for the pool page's detail: a map of `cells` cells, or sessions only for None."""
         self._start("page", self._watch_pool(PAGE_HZ, "sessions" if cells is None else "map", cells or 1024))
+
+    async def inspect_cell(self, cell: int, blocks_per_cell: int) -> PoolInspected:
+        """Return what is in a cell of the pool's map now."""
+        return await self._connected_client().inspect_cell(cell, blocks_per_cell)
 
     async def unwatch_page(self) -> None:
         """Ask for the meter's detail only."""

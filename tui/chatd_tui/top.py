@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import ClassVar
 
 from textual.app import App, ComposeResult
@@ -14,11 +13,12 @@ from chatd.config import Server
 from chatd.errors import ChatdError
 from chatd_tui import messages
 from chatd_tui.link import DaemonLink
+from chatd_tui.screens.pool import KEYS as PAGE_KEYS
 from chatd_tui.screens.pool import PoolScreen
 from chatd_tui.status_text import connection_text
 from chatd_tui.theme import CHATD
 
-KEYS = (("Esc", "quit"), ("↑↓", "scroll the sessions"))
+KEYS = (("Esc", "quit"), *(key for key in PAGE_KEYS if key[0] not in ("F1", "^Q")))
 
 
 class PoolApp(App[ChatdError | None]):
@@ -59,7 +59,8 @@ class PoolApp(App[ChatdError | None]):
             self.exit(state.error)
             return
         if self.page is None and hello is not None:
-            self.page = PoolScreen(hello.model.block_size, "pool.map" in hello.caps, self.link.watch_page, KEYS)
+            link = self.link
+            self.page = PoolScreen(hello.model.block_size, hello.caps, link.watch_page, link.inspect_cell, KEYS)
             self.push_screen(self.page, lambda _: self.exit())
         text = connection_text(state)
         if self.page is None:
@@ -70,7 +71,7 @@ class PoolApp(App[ChatdError | None]):
     def on_pool_changed(self, message: messages.PoolChanged) -> None:
         """Draw the pool."""
         if self.page is not None:
-            self.page.show(message.state, time.monotonic())
+            self.page.show(message.state)
 
 
 def run_pool(url: str, key: str | None = None) -> None:

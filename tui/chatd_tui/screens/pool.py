@@ -1,8 +1,7 @@
-"""The pool page: where the memory goes, live."""
+"""The pool page: where the memory goes, live, and what it was a moment ago."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -16,78 +15,28 @@ from textual.widgets import Static
 
 from chatd.clean import clean_line
 from chatd.client import PoolState
-from chatd.protocol import PoolTotals, SessionBlocks, TierBlocks
-from chatd_tui.views import percent, rate, short_number
+from chatd.errors import ChatdError
+from chatd.protocol import PoolInspected
+from chatd_tui.cell_look import CellLook, Inspect
+from chatd_tui.pool_moments import PoolPlayer
 from chatd_tui.widgets.key_line import KeyLine
+from chatd_tui.widgets.pool_cell import ASKING, LIVE_ONLY, NOT_TOLD, CellView, cell_at, cell_text
 from chatd_tui.widgets.pool_map import PoolMap, cells_for, legend
-from chatd_tui.widgets.sparkline import Sparkline
+from chatd_tui.widgets.pool_sparks import PoolSparks
+from chatd_tui.widgets.pool_tables import bill_line, session_table, tenant_table, totals_line
 
-KEYS = (("Esc", "back"), ("↑↓", "scroll the sessions"), ("F1", "help"), ("^Q", "quit"))
-HISTORY = 240
+BACK = ("Esc", "back")
+KEYS = (
+    ("←↑↓→", "point"),
+    ("Enter", "look inside"),
+    ("Space", "pause"),
+    ("[ ]", "step"),
+    ("PgUp PgDn", "scroll"),
+    ("F1", "help"),
+    ("^Q", "quit"),
+)
 WIDE = 100
-
-
-class PoolHistory:
-    """The last totals, and what happened between them."""
-
-    def __init__(self) -> None:
-        self.occupancy: deque[float] = deque(maxlen=HISTORY)
-        self.tok_s: deque[float] = deque(maxlen=HISTORY)
-        self.queue: deque[float] = deque(maxlen=HISTORY)
-        self.evictions_s: deque[float] = deque(maxlen=HISTORY)
-        self._last: tuple[float, int] | None = None
-
-    def add(self, totals: PoolTotals, now_s: float) -> None:
-        """Take the totals at a time; the evictions counter may begin anew with another daemon."""
-        self.occupancy.append(totals.active / max(1, totals.blocks))
-        self.tok_s.append(totals.tok_s)
-        self.queue.append(totals.waiting)
-        if self._last is None or totals.evictions < self._last[1]:
-            self.evictions_s.append(0.0)
-        else:
-            seconds = max(1e-3, now_s - self._last[0])
-            self.evictions_s.append((totals.evictions - self._last[1]) / seconds)
-        self._last = (now_s, totals.evictions)
-
-
-def totals_line(totals: PoolTotals, tiers: Sequence[TierBlocks] = ()) -> Content:
-    """Return the counts of the pool, and what the tiers below it keep of what they can."""
-    parts = [
-        ("active", f"{short_number(totals.active)} ({percent(totals.active / max(1, totals.blocks))})"),
-        ("shared", short_number(totals.shared)),
-        ("cached", short_number(totals.cached)),
-        ("free", short_number(totals.free)),
-        ("evictions", short_number(totals.evictions)),
-        ("hit", percent(totals.hit_rate)),
-        *((clean_line(row.tier, 8), f"{short_number(row.used)}/{short_number(row.blocks)}") for row in tiers),
-    ]
-    return Content("  ").join([Content.assemble((f"{name} ", "$muted"), (value, "bold")) for name, value in parts])
-
-
-def session_table(rows: Sequence[SessionBlocks], width: int) -> Content:
-    """Return what each session holds, most first, as aligned text."""
-    numbers = 7
-    tier = 7
-    title = max(8, width - 3 * numbers - tier - 3)
-    names = "".join(name.rjust(numbers) for name in ("held", "shared", "tokens"))
-    head = f"  {'session'.ljust(title)}{names} {'tier'.ljust(tier)}"
-    lines = [Content.styled(head, "$muted")]
-    for row in sorted(rows, key=lambda row: (-row.held, -row.tokens, row.session)):
-        name = Content(clean_line(row.title, 80) or "untitled").truncate(title - 1, ellipsis=True)
-        mark = ("● ", "$success") if row.active else ("  ", "")
-        counts = "".join(short_number(number).rjust(numbers) for number in (row.held, row.shared, row.tokens))
-        lines.append(
-            Content.assemble(
-                mark,
-                name,
-                " " * (title - name.cell_length),
-                counts,
-                (" " + clean_line(row.tier, tier).ljust(tier), "$muted"),
-            )
-        )
-    if not rows:
-        lines.append(Content.styled("  no session holds anything", "$muted"))
-    return Content("\n").join(lines)
+LOOK_AGAIN_S = 1.0
 
 
 class PoolScreen(Screen[None]):
@@ -95,9 +44,13 @@ class PoolScreen(Screen[None]):
 
     Args:
         block_size: Tokens in a block.
-        with_map: Whether the daemon offers the map.
+        caps: What the daemon offers: "pool.map" and "pool.inspect" matter here.
         watch: Called with the number of cells that fit, or None without a map.
+        inspect: Asks what is in a cell.
         keys: What the line of keys says.
+
+    Attributes:
+        player: What is shown of the last minute.
     """
 
     DEFAULT_CSS = """
@@ -108,39 +61,60 @@ class PoolScreen(Screen[None]):
         & #panels { height: 1fr; padding: 0 1; layout: vertical; }
         & #map-panel { height: 1fr; border: round $line; border-title-color: $muted; padding: 0 1; }
         & #side { height: 1fr; width: 1fr; }
-        & #sparks { height: 4; padding: 0 1; }
-        & #sessions-panel { height: 1fr; min-height: 3; padding: 0 1; scrollbar-size-vertical: 1; }
-        & #table { height: auto; }
+        & PoolSparks { height: 5; padding: 0 1; }
+        & #tables { height: 1fr; min-height: 3; padding: 0 1; scrollbar-size-vertical: 1; }
+        & #sessions, & #bills, & #tenants { height: auto; }
+        & #tenants { margin: 1 0 0 0; }
+        & #cell-panel {
+            height: auto; max-height: 9; display: none; margin: 0 1; padding: 0 1;
+            border: round $accent; border-title-color: $accent; scrollbar-size-vertical: 1;
+        }
+        & #cell { height: auto; }
+        &.-cell #cell-panel { display: block; }
         &.-wide #panels { layout: horizontal; }
         &.-wide #map-panel { width: 1fr; height: 100%; }
-        &.-wide #side { width: 52; height: 100%; padding: 0 0 0 1; }
-        &.-wide #sparks { height: 6; padding: 1 1; }
+        &.-wide #side { width: 62; height: 100%; padding: 0 0 0 1; }
+        &.-wide PoolSparks { height: 7; padding: 1 1; }
         &.-low #legend, &.-low KeyLine { display: none; }
+        &.-cell.-narrow #side { display: none; }
         &.-nomap #map-panel, &.-nomap #legend { display: none; }
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,f2,q", "close_page", "Back"),
-        Binding("up", "scroll_sessions(-1)", "Scroll", show=False),
-        Binding("down", "scroll_sessions(1)", "Scroll", show=False),
+        Binding("escape", "back", "Back"),
+        Binding("f2,q", "close_page", "Back"),
+        Binding("left", "point(-1, 0)", "Point", show=False),
+        Binding("right", "point(1, 0)", "Point", show=False),
+        Binding("up", "point(0, -1)", "Point", show=False),
+        Binding("down", "point(0, 1)", "Point", show=False),
+        Binding("enter", "look", "Look inside", show=False),
+        Binding("space", "pause", "Pause", show=False),
+        Binding("left_square_bracket", "step(-1)", "Step back", show=False),
+        Binding("right_square_bracket", "step(1)", "Step on", show=False),
+        Binding("pageup", "scroll_tables(-1)", "Scroll", show=False),
+        Binding("pagedown", "scroll_tables(1)", "Scroll", show=False),
     ]
 
     def __init__(
         self,
         block_size: int,
-        with_map: bool,
+        caps: Sequence[str],
         watch: Callable[[int | None], None],
-        keys: Sequence[tuple[str, str]] = KEYS,
+        inspect: Inspect,
+        keys: Sequence[tuple[str, str]] = (BACK, *KEYS),
     ) -> None:
         super().__init__()
+        self.player = PoolPlayer()
         self._keys = keys
-        self._head = ("The pool", "")
         self._connection = ""
         self._block_size = block_size
-        self._with_map = with_map
+        self._with_map = "pool.map" in caps
+        self._with_facts = self._with_map and "pool.inspect" in caps
         self._watch = watch
         self._cells_wanted: int | None = None
-        self.history = PoolHistory()
+        self._look = CellLook(inspect, lambda asking: self.run_worker(asking, group="cell"), self._on_answer)
+        self._facts: PoolInspected | None = None
+        self._note = ""
 
     def compose(self) -> ComposeResult:
         """Lay out."""
@@ -151,26 +125,35 @@ class PoolScreen(Screen[None]):
             with Vertical(id="map-panel"):
                 yield PoolMap(id="map")
             with Vertical(id="side"):
-                with Vertical(id="sparks"):
-                    yield Sparkline("occupancy", "$success", 1.0, id="occupancy")
-                    yield Sparkline("tokens/s", "$primary", id="tok_s")
-                    yield Sparkline("queue", "$warning", id="queue")
-                    yield Sparkline("evictions", "$error", id="evictions")
-                with VerticalScroll(id="sessions-panel"):
-                    yield Static(id="table", markup=False)
-        yield KeyLine(self._keys)
+                yield PoolSparks(id="sparks")
+                with VerticalScroll(id="tables"):
+                    yield Static(id="sessions", markup=False)
+                    yield Static(id="bills", markup=False)
+                    yield Static(id="tenants", markup=False)
+        with VerticalScroll(id="cell-panel"):
+            yield Static(id="cell", markup=False)
+        yield KeyLine(self._keys, self._missing_keys())
 
     def on_mount(self) -> None:
-        """Ask for what fits, once that is known."""
+        """Ask for what fits, once that is known; the minute goes on although nothing comes."""
         self.set_class(not self._with_map, "-nomap")
-        self.query_one("#sessions-panel").can_focus = False
+        for scrolled in ("#tables", "#cell-panel"):
+            self.query_one(scrolled).can_focus = False
+        self.set_interval(LOOK_AGAIN_S, self._tick)
         self.call_after_refresh(self._ask)
 
     def on_resize(self, event: events.Resize) -> None:
         """Arrange for another size, and ask for as many cells as fit now."""
         self.set_class(event.size.width >= WIDE, "-wide")
+        self.set_class(event.size.width < WIDE, "-narrow")
         self.set_class(event.size.height < 18, "-low")
         self.call_after_refresh(self._ask)
+
+    def _missing_keys(self) -> frozenset[str]:
+        """Return the keys that do nothing with this daemon."""
+        if not self._with_map:
+            return frozenset({"←↑↓→", "Enter"})
+        return frozenset() if self._with_facts else frozenset({"Enter"})
 
     def _ask(self) -> None:
         if not self.is_attached:
@@ -178,34 +161,21 @@ class PoolScreen(Screen[None]):
         if not self._with_map:
             self._watch(None)
             return
+        if self.has_class("-cell"):
+            return  # The map is as large again when the panel is closed.
         region = self.query_one(PoolMap).size
         cells = cells_for(region.width, region.height)
         if cells != self._cells_wanted:
             self._cells_wanted = cells
             self._watch(cells)
 
-    def show(self, state: PoolState, now_s: float) -> None:
-        """Draw the pool at a step, but while the page opens or closes."""
-        if not self._is_drawn:
-            return
-        totals = state.totals
-        self.history.add(totals, now_s)
-        head = f"The pool   {totals.blocks} blocks of {self._block_size} tokens   step {state.step}"
-        self._head = (head, f"   {totals.running} running, {totals.waiting} waiting")
-        self._draw_head()
-        self.query_one("#totals", Static).update(totals_line(totals, state.tiers))
-        self._spark("occupancy", self.history.occupancy, percent(self.history.occupancy[-1]))
-        self._spark("tok_s", self.history.tok_s, rate(totals.tok_s))
-        self._spark("queue", self.history.queue, str(totals.waiting))
-        self._spark("evictions", self.history.evictions_s, f"{rate(self.history.evictions_s[-1])}/s")
-        if state.cells is not None:
-            self.query_one(PoolMap).show(state.cells)
-            per_cell = state.cells.blocks_per_cell
-            title = "one cell = one block" if per_cell == 1 else f"one cell = {per_cell} blocks"
-            self.query_one("#map-panel").border_title = title
-        if state.sessions is not None:
-            table = self.query_one("#table", Static)
-            table.update(session_table(state.sessions, self.query_one("#sessions-panel").content_size.width))
+    # What is drawn.
+
+    def show(self, state: PoolState, now_s: float | None = None) -> None:
+        """Take the pool at a step, and draw it unless the page is paused, or opens or closes."""
+        self.player.add(state, self.player.clock() if now_s is None else now_s)
+        if not self.player.is_paused:
+            self._draw()
 
     def show_connection(self, text: str) -> None:
         """Say that what is drawn is not the pool as it is now, and why; "" where it is."""
@@ -217,20 +187,152 @@ class PoolScreen(Screen[None]):
     def _is_drawn(self) -> bool:
         return bool(self.query("#head"))
 
+    def _tick(self) -> None:
+        """Let the minute go on, and what is known of the cell be of now."""
+        if not self._is_drawn or self.player.shown is None:
+            return
+        self._draw_head()
+        if not self.player.is_paused:
+            self._draw_sparks()
+            self._look_inside()
+
+    def _draw(self) -> None:
+        moment = self.player.shown
+        if not self._is_drawn or moment is None:
+            return
+        state = moment.state
+        self._draw_head()
+        self.query_one("#totals", Static).update(totals_line(state.totals, state.tiers))
+        self._draw_sparks()
+        if state.cells is not None:
+            self.query_one(PoolMap).show(state.cells)
+            per_cell = state.cells.blocks_per_cell
+            title = "one cell = one block" if per_cell == 1 else f"one cell = {per_cell} blocks"
+            self.query_one("#map-panel").border_title = title
+        self._draw_tables(state)
+        self._draw_cell()
+
     def _draw_head(self) -> None:
-        head, running = self._head
-        after = (f"   {self._connection}", "$warning") if self._connection else (running, "$muted")
+        moment = self.player.shown
+        if moment is None:
+            self.query_one("#head", Static).update(Content.assemble(("The pool", "bold")))
+            return
+        totals = moment.state.totals
+        head = f"The pool   {totals.blocks} blocks of {self._block_size} tokens   "
+        if self.player.is_paused:
+            after = Content.assemble((self.player.words(), "bold reverse"))
+        elif self._connection:
+            after = Content.assemble((f"step {moment.state.step}", "bold"), (f"   {self._connection}", "$warning"))
+        else:
+            running = f"   {totals.running} running, {totals.waiting} waiting"
+            after = Content.assemble((f"step {moment.state.step}", "bold"), (running, "$muted"))
         self.query_one("#head", Static).update(Content.assemble((head, "bold"), after))
 
-    def _spark(self, ident: str, values: Sequence[float] | deque[float], value: str) -> None:
-        line = self.query_one(f"#{ident}", Sparkline)
-        line.values = tuple(values)
-        line.value = value
+    def _draw_sparks(self) -> None:
+        moment = self.player.shown
+        if moment is not None:
+            self.query_one(PoolSparks).show(self.player.past, moment.state.totals)
+
+    def _draw_tables(self, state: PoolState) -> None:
+        width = self.query_one("#tables").content_size.width
+        if state.sessions is not None:
+            self.query_one("#sessions", Static).update(session_table(state.sessions, width))
+        for ident, content in (("#bills", bill_line(state)), ("#tenants", tenant_table(state.tenants, width))):
+            part = self.query_one(ident, Static)
+            part.display = content is not None
+            if content is not None:
+                part.update(content)
+
+    # The cell.
+
+    def _look_inside(self) -> None:
+        """Ask what is in the cell of the cursor, where that is looked at."""
+        moment, cell = self.player.shown, self.query_one(PoolMap).cursor
+        if not self.has_class("-cell") or moment is None or moment.state.cells is None or cell is None:
+            return
+        if self.player.is_paused:
+            self._facts, self._note = None, LIVE_ONLY
+        elif not self._with_facts:
+            self._facts, self._note = None, NOT_TOLD
+        else:
+            if self._facts is None or self._facts.cell != cell:
+                self._facts, self._note = None, ASKING
+            self._look.look(cell, moment.state.cells.blocks_per_cell)
+        self._draw_cell()
+
+    def _on_answer(self, answer: PoolInspected | ChatdError) -> None:
+        if not self._is_drawn or self.player.is_paused or not self.has_class("-cell"):
+            return
+        if isinstance(answer, ChatdError):
+            self._facts, self._note = None, f"no answer: {clean_line(answer.message, 120)}"
+        elif answer.cell == self.query_one(PoolMap).cursor:
+            self._facts = answer
+        self._draw_cell()
+
+    def _draw_cell(self) -> None:
+        moment, cell = self.player.shown, self.query_one(PoolMap).cursor
+        if not self.has_class("-cell") or moment is None or moment.state.cells is None or cell is None:
+            return
+        cells = moment.state.cells
+        facts = self._facts
+        if facts is not None and (facts.cell, facts.blocks_per_cell) != (cell, cells.blocks_per_cell):
+            facts = None
+        view = CellView(cell, cells.blocks_per_cell, cell_at(cells.counts, cell), facts, self._note)
+        panel = self.query_one("#cell-panel")
+        panel.border_title = view.title
+        width = max(40, panel.content_size.width)
+        self.query_one("#cell", Static).update(cell_text(view, self._block_size, width))
+
+    def on_pool_map_pointed(self) -> None:
+        """Look into the cell that was clicked."""
+        self.action_look()
+
+    # Keys.
+
+    def action_back(self) -> None:
+        """Close the cell, or go back to the conversation."""
+        if self.has_class("-cell"):
+            self._look.leave()
+            self.remove_class("-cell")
+            return
+        self.dismiss()
 
     def action_close_page(self) -> None:
         """Go back to the conversation."""
         self.dismiss()
 
-    def action_scroll_sessions(self, lines: int) -> None:
-        """Scroll the table of sessions."""
-        self.query_one("#sessions-panel").scroll_relative(y=lines, animate=False)
+    def action_point(self, columns: int, rows: int) -> None:
+        """Move the cursor over the map; without a map scroll the tables."""
+        if not self._with_map:
+            self.query_one("#tables").scroll_relative(y=rows, animate=False)
+            return
+        self.query_one(PoolMap).move(columns, rows)
+        self._look_inside()
+
+    def action_look(self) -> None:
+        """Look into the cell of the cursor."""
+        if not self._with_map:
+            return
+        if self.query_one(PoolMap).cursor is None:
+            self.query_one(PoolMap).move(0, 0)
+        self.add_class("-cell")
+        self._look_inside()
+
+    def action_pause(self) -> None:
+        """Pause at this moment, or go on."""
+        self.player.toggle()
+        self._redraw()
+
+    def action_step(self, moments: int) -> None:
+        """Go back or on by a moment."""
+        self.player.step(moments)
+        self._redraw()
+
+    def _redraw(self) -> None:
+        self._draw()
+        self._look_inside()
+
+    def action_scroll_tables(self, pages: int) -> None:
+        """Scroll the cell's blocks where they are open, else the tables."""
+        scrolled = self.query_one("#cell-panel" if self.has_class("-cell") else "#tables")
+        scrolled.scroll_relative(y=pages * max(1, scrolled.size.height - 1), animate=False)

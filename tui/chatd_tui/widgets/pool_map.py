@@ -8,8 +8,10 @@ from itertools import groupby
 
 from rich.segment import Segment
 from rich.style import Style
+from textual import events
 from textual.content import Content
-from textual.geometry import Size
+from textual.geometry import Region, Size
+from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
@@ -68,7 +70,10 @@ def legend() -> Content:
 
 
 class PoolMap(ScrollView):
-    """Draws the daemon's cells in order; computes nothing but the layout."""
+    """Draws the daemon's cells in order, and one of them in reverse video once a person points at it."""
+
+    class Pointed(Message):
+        """A cell was pointed at with the mouse."""
 
     DEFAULT_CSS = """
     PoolMap { height: 1fr; width: 1fr; scrollbar-size-vertical: 1; }
@@ -79,16 +84,51 @@ class PoolMap(ScrollView):
         super().__init__(id=id)
         self._states: list[str] = []
         self._layout = MapLayout(8, 0)
+        self._cursor: int | None = None
 
     @property
     def states(self) -> list[str]:
         """The state of each cell drawn."""
         return self._states
 
+    @property
+    def cursor(self) -> int | None:
+        """The cell that is pointed at; None before the first key or click."""
+        return self._cursor
+
     def show(self, cells: CellMap) -> None:
         """Draw these cells."""
         self._states = [cell_state(counts) for counts in cells.counts]
+        if self._cursor is not None:
+            self._cursor = min(self._cursor, len(self._states) - 1) if self._states else None
         self._arrange()
+        self.refresh()
+
+    def move(self, columns: int, rows: int) -> None:
+        """Move the cursor, not beyond the first and the last cell; the first move only shows it."""
+        if not self._states:
+            return
+        if self._cursor is None:
+            first = self.scroll_offset.y * self._layout.columns
+            self._point(min(first, len(self._states) - 1))
+            return
+        target = self._cursor + columns + rows * self._layout.columns
+        if 0 <= target < len(self._states) or not rows:
+            self._point(max(0, min(len(self._states) - 1, target)))
+
+    def on_click(self, event: events.Click) -> None:
+        """Point at the cell under the mouse."""
+        column = (event.x + self.scroll_offset.x) // self._layout.cell_width
+        cell = (event.y + self.scroll_offset.y) * self._layout.columns + column
+        if 0 <= column < self._layout.columns and 0 <= cell < len(self._states):
+            self._point(cell)
+            self.post_message(self.Pointed())
+
+    def _point(self, cell: int) -> None:
+        self._cursor = cell
+        row, column = divmod(cell, self._layout.columns)
+        width = self._layout.cell_width
+        self.scroll_to_region(Region(column * width, row, width, 1), animate=False, force=True)
         self.refresh()
 
     def on_resize(self) -> None:
@@ -106,9 +146,13 @@ class PoolMap(ScrollView):
         columns = self._layout.columns
         start = (y + self.scroll_offset.y) * columns
         styles = self._styles()
+        cells = enumerate(self._states[start : start + columns], start=start)
         segments = [
-            Segment(GLYPHS[state] * (len(list(run)) * self._layout.cell_width), styles[state])
-            for state, run in groupby(self._states[start : start + columns])
+            Segment(
+                GLYPHS[state] * (len(list(run)) * self._layout.cell_width),
+                styles[state] + Style(reverse=True) if is_pointed_at else styles[state],
+            )
+            for (state, is_pointed_at), run in groupby((state, cell == self._cursor) for cell, state in cells)
         ]
         return Strip(segments).adjust_cell_length(self.size.width, self.rich_style)
 

@@ -30,8 +30,18 @@ def spark(values: Sequence[float], width: int, top: float | None = None) -> str:
     return "".join(bars).rjust(max(0, width))
 
 
+def fitted(values: Sequence[float], width: int) -> list[float]:
+    """Return all of a past in at most `width` values: of those that share a column the greatest."""
+    if width <= 0:
+        return []
+    number = len(values)
+    if number <= width:
+        return list(values)
+    return [max(values[number * column // width : number * (column + 1) // width]) for column in range(width)]
+
+
 class Sparkline(Widget):
-    """Draws a name, the bars and the latest value.
+    """Draws a name, the bars of a whole past and a value.
 
     Args:
         label: The name.
@@ -59,6 +69,6 @@ class Sparkline(Widget):
         width = max(4, self.content_size.width - self.LABEL_WIDTH - self.VALUE_WIDTH)
         return Content.assemble(
             (self._label.ljust(self.LABEL_WIDTH), "$muted"),
-            (spark(self.values, width, self._top), self._color),
+            (spark(fitted(self.values, width), width, self._top), self._color),
             (self.value.rjust(self.VALUE_WIDTH), "bold"),
         )
