@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -32,7 +33,8 @@ def as_builtins(hello: Hello, state: PoolState) -> dict[str, Any]:
     """Return a reading as what JSON can say; the fields are the protocol's, with what follows from them.
 
     Of a session `exclusive` is the blocks that nobody else holds, and `lease` what its blocks are kept by: "answering",
-    "idle" (its claim between turns), or "none" where it holds none.
+    "queued", "attached" or "idle" (its claim between turns), or "none" where it holds none. `bills` says whose the
+    active blocks are; None where the daemon does not tell it.
     """
     return {
         "server": hello.server,
@@ -41,6 +43,7 @@ def as_builtins(hello: Hello, state: PoolState) -> dict[str, Any]:
         "totals": msgspec.to_builtins(state.totals),
         "tiers": [msgspec.to_builtins(tier) for tier in state.tiers],
         "tenants": [msgspec.to_builtins(tenant) for tenant in state.tenants],
+        "bills": bills(state),
         "sessions": [
             msgspec.to_builtins(row) | {"exclusive": row.held - row.shared, "lease": lease(row)}
             for row in _most_first(state)
@@ -48,9 +51,26 @@ def as_builtins(hello: Hello, state: PoolState) -> dict[str, Any]:
     }
 
 
+def bills(state: PoolState) -> dict[str, float] | None:
+    """Return to whom the active blocks are: the sessions' bills, public prompts, and what is in none of the two.
+
+    The three are together the active blocks. The last is what steps in progress hold, and other users' sessions where
+    these are not told.
+    """
+    rows, public = state.sessions or (), state.totals.public
+    told = [row.bill for row in rows if row.bill is not None]
+    if public is None or len(told) < len(rows):
+        return None
+    of_sessions = round(math.fsum(told), 3)
+    rest = round(state.totals.active - public - of_sessions, 3)
+    return {"sessions": of_sessions, "public": public, "others": max(0.0, rest)}
+
+
 def lease(row: SessionBlocks) -> str:
-    """Return what keeps a session's blocks."""
-    return "answering" if row.active else "idle" if row.held else "none"
+    """Return what keeps a session's blocks; a daemon that does not tell is answered for by what it does."""
+    if row.active:
+        return row.lease or "answering"
+    return (row.lease or "idle") if row.held else "none"
 
 
 def as_tables(hello: Hello, state: PoolState) -> RenderableType:
@@ -60,23 +80,41 @@ def as_tables(hello: Hello, state: PoolState) -> RenderableType:
     lines = [
         f"{clean_line(hello.model.id)}: {totals.blocks} blocks of {hello.model.block_size} tokens, step {state.step}",
         f"free {totals.free}  cached {totals.cached}  active {totals.active} ({part:.0%})  shared {totals.shared}"
-        f"  evictions {totals.evictions}",
+        f"  evictions {totals.evictions}{_again(totals.wanted_again)}",
         f"hit rate {totals.hit_rate:.0%}  {totals.tok_s:.1f} tok/s  {totals.running} running  {totals.waiting} waiting",
     ]
     lines += [f"{clean_line(tier.tier, 20)} {tier.used} of {tier.blocks} blocks" for tier in state.tiers]
-    tenants = _table("tenant", "active", "cached", "running", "waiting")
+    billed = bills(state)
+    if billed is not None:
+        lines.append(
+            f"of the active: bills {billed['sessions']:.1f}  public {billed['public']}  others {billed['others']:.1f}"
+        )
+    tenants = _table("tenant", "active", "share", "floor", "cached", "running", "waiting", "lost", "again")
     for tenant in state.tenants:
-        counts = (tenant.active, tenant.cached, tenant.running, tenant.waiting)
-        tenants.add_row(escape(clean_line(tenant.tenant, 60)), *map(str, counts))
-    sessions = _table("session", "held", "shared", "exclusive", "tokens")
+        share = None if tenant.share is None else round(tenant.share)
+        numbers = (
+            *(tenant.active, share, tenant.floor, tenant.cached),
+            *(tenant.running, tenant.waiting, tenant.evicted, tenant.wanted_again),
+        )
+        tenants.add_row(escape(clean_line(tenant.tenant, 60)), *map(_number, numbers))
+    sessions = _table("session", "held", "shared", "exclusive", "bill", "tokens")
     sessions.add_column("tier")
     sessions.add_column("lease")
     sessions.add_column("title", overflow="ellipsis")
     for row in _most_first(state):
-        counts = (row.held, row.shared, row.held - row.shared, row.tokens)
-        words = (clean_line(row.tier, 20), lease(row), clean_line(row.title, 80))
-        sessions.add_row(escape(clean_line(row.session, 64)), *map(str, counts), *map(escape, words))
+        bill = None if row.bill is None else f"{row.bill:.1f}"
+        cells = (row.held, row.shared, row.held - row.shared, bill, row.tokens)
+        words = (clean_line(row.tier, 20), clean_line(lease(row), 20), clean_line(row.title, 80))
+        sessions.add_row(escape(clean_line(row.session, 64)), *map(_number, cells), *map(escape, words))
     return Group(*map(escape, lines), tenants, sessions)
+
+
+def _again(number: int | None) -> str:
+    return "" if number is None else f"  wanted again {number}"
+
+
+def _number(value: int | str | None) -> str:
+    return "–" if value is None else str(value)
 
 
 def _table(name: str, *numbers: str) -> Table:

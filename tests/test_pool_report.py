@@ -9,13 +9,14 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from chatd import protocol as p
 from chatd.client import PoolState
 from chatd.errors import AuthenticationError
-from chatd.pool_report import as_builtins, as_tables, lease, read_pool
+from chatd.pool_report import as_builtins, as_tables, bills, lease, read_pool
 from chatd.testing.scripted_daemon import ScriptedDaemon
 from chatd.testing.scripted_session import ScriptedSession
 
@@ -48,8 +49,24 @@ async def test_json_has_the_blocks_by_state_and_the_sessions_that_hold_most_firs
         "tok_s": 38.0,
         "running": 1,
         "waiting": 0,
+        "public": 2,
+        "wanted_again": 1,
     }
-    assert read["tenants"] == [{"tenant": "local", "active": 96, "cached": 60, "running": 1, "waiting": 0}]
+    assert read["tenants"] == [
+        {
+            "tenant": "local",
+            "active": 96,
+            "cached": 60,
+            "running": 1,
+            "waiting": 0,
+            "weight": 1.0,
+            "share": 256.0,
+            "floor": 0,
+            "evicted": 3,
+            "wanted_again": 1,
+        }
+    ]
+    assert read["bills"] == {"sessions": 5.0, "public": 2, "others": 89.0}
     assert [session["session"] for session in read["sessions"]] == ["ses_a", "ses_b"]
     assert read["sessions"][0] == {
         "session": "ses_a",
@@ -60,12 +77,26 @@ async def test_json_has_the_blocks_by_state_and_the_sessions_that_hold_most_firs
         "tokens": 104,
         "tier": "host",
         "active": False,
+        "bill": 5.0,
         "lease": "idle",
+        "idle_s": 90.0,
+        "release_s": None,
+        "tenant": "local",
     }
 
 
 def test_what_keeps_a_session_s_blocks() -> None:
     assert [lease(row(held=2, active=True)), lease(row(held=2)), lease(row())] == ["answering", "idle", "none"]
+    queued, attached = row(held=2, active=True, lease="queued"), row(held=2, lease="attached")
+    assert [lease(queued), lease(attached), lease(row(lease="idle"))] == ["queued", "attached", "none"]
+
+
+async def test_a_daemon_that_tells_no_bills_has_none(daemon: ScriptedDaemon) -> None:
+    _, state = await read_pool(daemon.url, None)
+    assert state.sessions is not None
+    older = msgspec.structs.replace(state, sessions=(msgspec.structs.replace(state.sessions[0], bill=None),))
+    assert bills(older) is None
+    assert bills(msgspec.structs.replace(state, totals=msgspec.structs.replace(state.totals, public=None))) is None
 
 
 async def test_tables_have_no_control_characters_and_no_markup(daemon: ScriptedDaemon) -> None:
@@ -85,7 +116,7 @@ async def test_tables_have_no_control_characters_and_no_markup(daemon: ScriptedD
     for text in ("256 blocks of 16 tokens, step 7", "[red]␛[2J", "disk␇ 12 of 100 blocks", "[/foo]", "hit rate 87%"):
         assert text in shown
     (line,) = [line for line in shown.splitlines() if "ses_x" in line]
-    assert line.replace("│", " ").split()[:6] == ["ses_x", "3", "1", "2", "0", "device"]
+    assert line.replace("│", " ").split()[:7] == ["ses_x", "3", "1", "2", "–", "0", "device"]
 
 
 async def test_a_key_that_is_not_known_is_refused() -> None:

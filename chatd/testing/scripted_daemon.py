@@ -66,6 +66,8 @@ class ScriptedDaemon(ScriptedTurns):
             tok_s=38.0,
             running=1,
             waiting=0,
+            public=2,
+            wanted_again=1,
         )
         self.cells: list[Counts] = []
         self.tenants: list[p.TenantBlocks] = []
@@ -352,6 +354,11 @@ class ScriptedDaemon(ScriptedTurns):
                 cached=totals.cached,
                 running=totals.running,
                 waiting=totals.waiting,
+                weight=1.0,
+                share=float(totals.blocks),
+                floor=0,
+                evicted=totals.evictions,
+                wanted_again=totals.wanted_again,
             )
         ]
 
@@ -366,6 +373,10 @@ class ScriptedDaemon(ScriptedTurns):
                 tokens=info.context_used,
                 tier=info.tier,
                 active=info.busy,
+                bill=-(-info.context_used // 16) - min(4, info.context_used // 16) / 2,
+                lease="answering" if info.busy else "idle",
+                idle_s=0.0 if info.busy else 90.0,
+                tenant="local",
             )
             for info in infos
         ]
