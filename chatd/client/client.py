@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -34,6 +35,7 @@ from chatd.protocol import (
     Item,
     Message,
     Params,
+    Passage,
     Ping,
     Pong,
     PoolInspect,
@@ -58,6 +60,19 @@ from chatd.protocol import (
     SessionUpdate,
     SessionUpdated,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class FoundSession:
+    """A session that a search found.
+
+    Attributes:
+        info: The session.
+        passage: The message that has it, and where; None where only the title does, or the daemon does not say.
+    """
+
+    info: SessionInfo
+    passage: Passage | None
 
 
 class Client(Connection):
@@ -174,18 +189,25 @@ class Client(Connection):
         self, *, limit: int = 50, query: str | None = None, archived: bool = False
     ) -> list[SessionInfo]:
         """Return one's own sessions, last used first, at most `limit`."""
-        sessions: list[SessionInfo] = []
-        cursor: str | None = None
-        while len(sessions) < limit:
-            command = SessionList(
-                id=new_id(), cursor=cursor, limit=min(200, limit - len(sessions)), query=query, archived=archived
-            )
+        return [info async for page in self._pages(limit, query, archived) for info in page.sessions][:limit]
+
+    async def search_sessions(self, query: str, *, limit: int = 50, archived: bool = False) -> list[FoundSession]:
+        """Return one's own sessions that have a text, with the place where it is; last used first, at most `limit`."""
+        pages = [page async for page in self._pages(limit, query, archived)]
+        places = {passage.session: passage for page in pages for passage in reversed(page.passages)}
+        sessions = [info for page in pages for info in page.sessions]
+        return [FoundSession(info, places.get(info.id)) for info in sessions[:limit]]
+
+    async def _pages(self, limit: int, query: str | None, archived: bool) -> AsyncIterator[SessionListed]:
+        """Yield a list page by page, until there are `limit` sessions."""
+        num_left, cursor = limit, None
+        while num_left > 0:
+            command = SessionList(id=new_id(), cursor=cursor, limit=min(200, num_left), query=query, archived=archived)
             page, _ = await self._ask(command, SessionListed)
-            sessions += page.sessions
-            cursor = page.next_cursor
+            yield page
+            num_left, cursor = num_left - len(page.sessions), page.next_cursor
             if cursor is None or not page.sessions:
-                break
-        return sessions[:limit]
+                return
 
     async def get_session(self, session: str) -> tuple[SessionInfo, list[Item]]:
         """Return a session and its messages without attaching to it."""

@@ -29,6 +29,7 @@ from chatd.journal.records import (
     CHANGE_BYTES,
     Change,
     Erased,
+    Match,
     MessageRecord,
     SaveAnswer,
     SaveMessage,
@@ -234,8 +235,12 @@ class Journal:
         return await self._read("reads", lambda reader: reader.message(message))
 
     async def search(self, tenant: str, user: str, query: str, limit: int) -> list[str]:
+        """Return the ids of what `find` finds."""
+        return [match.session for match in await self.find(tenant, user, query, limit)]
+
+    async def find(self, tenant: str, user: str, query: str, limit: int) -> list[Match]:
         """Return an owner's sessions with every word of the query in the title or in one message, the best first."""
-        return await self._read("searches", lambda reader: reader.search(tenant, user, query, limit))
+        return await self._read("searches", lambda reader: reader.find(tenant, user, query, limit))
 
     async def answers(self, since: float) -> list[SaveAnswer]:
         """Return the kept answers to commands, oldest first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chatd.journal.records import Change, Erased, MessageRecord, SaveAnswer, SessionRecord
+from chatd.journal.records import Change, Erased, Match, MessageRecord, SaveAnswer, SessionRecord
 
 
 class NoJournal:
@@ -40,7 +40,7 @@ class NoJournal:
         """Return nothing."""
         return []
 
-    async def search(self, tenant: str, user: str, query: str, limit: int) -> list[str]:
+    async def find(self, tenant: str, user: str, query: str, limit: int) -> list[Match]:
         """Return nothing."""
         return []
 

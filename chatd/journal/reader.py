@@ -16,9 +16,10 @@ from urllib.parse import quote
 from chatd.errors import ConfigError, DamagedRecord
 from chatd.journal.directory import DATABASE, check_directory
 from chatd.journal.encoding import MessageRow, SessionRow, check, message_record, session_record, unpack_ids
-from chatd.journal.records import MessageRecord, SaveAnswer, SessionRecord, UsageRow
+from chatd.journal.passages import has_words, passage, words_of
+from chatd.journal.records import Match, MessageRecord, SaveAnswer, SessionRecord, UsageRow
 from chatd.journal.schema import MIGRATIONS, check_version
-from chatd.journal.search import MAX_INDEXED_CHARS, candidates, has_words, words_of
+from chatd.journal.search import MAX_INDEXED_CHARS, candidates
 from chatd.journal.storage_errors import DATABASE_ERRORS
 
 _logger = logging.getLogger("chatd.journal")
@@ -200,6 +201,10 @@ class JournalReader:
         return found
 
     def search(self, tenant: str, user: str, query: str, limit: int) -> list[str]:
+        """Return the ids of what `find` finds."""
+        return [match.session for match in self.find(tenant, user, query, limit)]
+
+    def find(self, tenant: str, user: str, query: str, limit: int) -> list[Match]:
         """Return an owner's sessions with every word of the query in the title or in one message, the best first.
 
         Titles go before messages, and later ones before earlier ones. Of messages the latest are looked at, as many as
@@ -210,21 +215,21 @@ class JournalReader:
         owner = self._db.execute("SELECT pk FROM owners WHERE tenant = ? AND user = ?", (tenant, user)).fetchone()
         if owner is None or not words or limit < 1:
             return []
-        found: dict[str, None] = {}
+        found: dict[str, Match] = {}
         for rowid in candidates(self._db, owner[0], words, titles=True):
             row = self._db.execute(
                 "SELECT id, title FROM sessions WHERE pk = ? AND owner = ?", (-rowid, owner[0])
             ).fetchone()
             if row is not None and has_words(row[1], words):
-                found[row[0]] = None
+                found[row[0]] = Match(row[0])
                 if len(found) == limit:
-                    return list(found)
+                    return list(found.values())
         num_left = MAX_SEARCHED_CHARS
         for rowid in candidates(self._db, owner[0], words, titles=False):
-            row = self._db.execute("SELECT content FROM messages WHERE pk = ?", (rowid,)).fetchone()
+            row = self._db.execute("SELECT id, content FROM messages WHERE pk = ?", (rowid,)).fetchone()
             if row is None:
                 continue
-            text = row[0][:MAX_INDEXED_CHARS]
+            text = row[1][:MAX_INDEXED_CHARS]
             num_left -= len(text) + MESSAGE_CHARS
             if num_left < 0:
                 break
@@ -235,10 +240,12 @@ class JournalReader:
                 " ORDER BY updated_at DESC",
                 (rowid, owner[0]),
             ):
-                found[session] = None
+                if session in found and found[session].message is not None:
+                    continue
+                found[session] = Match(session, row[0], passage(text, words))
                 if len(found) == limit:
-                    return list(found)
-        return list(found)
+                    return list(found.values())
+        return list(found.values())
 
     def answers(self, since: float) -> list[SaveAnswer]:
         """Return the kept answers to commands, oldest first; damaged ones are left out."""

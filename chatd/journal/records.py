@@ -217,6 +217,20 @@ def written_bytes(change: Change) -> int:
             return CHANGE_BYTES
 
 
+class Match(msgspec.Struct, frozen=True):
+    """Where a search found its words in a session.
+
+    Attributes:
+        session: Which.
+        message: The latest message that has them; None where the title has them, and no message was seen to.
+        passage: Of that message: where they stand, on one line.
+    """
+
+    session: str
+    message: str | None = None
+    passage: str = ""
+
+
 class Erased(msgspec.Struct, frozen=True):
     """What an erasure removed from the journal.
 

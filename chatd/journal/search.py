@@ -1,4 +1,4 @@
-"""Full-text search over messages and titles: which text is found by which words, and the index that helps to find it.
+"""Full-text search over messages and titles: the index that helps to find which texts have which words.
 
 A text is found by a query if it has every word of the query somewhere, inside of words too, whatever the case; so it
 works in languages that put no blanks between words. The index maps three characters to the texts that have them, which
@@ -12,7 +12,6 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-MAX_WORDS = 16
 MAX_INDEXED_CHARS = 2**16
 """Of each text so many are searched: entries of a large one take seconds, in which nobody's changes are written."""
 
@@ -22,17 +21,6 @@ NUM_PARTS = 16
 _GRAM = 3
 _MAX_GRAMS = 24
 _FIRST_PRIVATE, _NUM_PRIVATE = 0xE000, 6400
-
-
-def words_of(query: str) -> list[str]:
-    """Return what a text must have to be found: at most `MAX_WORDS` words, without their case."""
-    return list(dict.fromkeys(query.casefold().split()))[:MAX_WORDS]
-
-
-def has_words(text: str, words: Sequence[str]) -> bool:
-    """Tell whether a text has all of them."""
-    folded = text.casefold()
-    return all(word in folded for word in words)
 
 
 def part_of(owner: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from chatd.protocol.pool_values import CellBlock, Cells, PoolTotals, SessionBlocks, TenantBlocks, TierBlocks
-from chatd.protocol.values import ErrorBody, Item, Logprob, SessionInfo, Snapshot, Timings, Usage
+from chatd.protocol.values import ErrorBody, Item, Logprob, Passage, SessionInfo, Snapshot, Timings, Usage
 from chatd.protocol.vocabulary import AttachRole, CompletedReason, IncompleteReason
 
 
@@ -82,11 +82,13 @@ class SessionAttached(_Event, frozen=True, kw_only=True, tag="session.attached")
 class SessionListed(_Event, frozen=True, kw_only=True, tag="session.list"):
     """Answers `session.list`; `next_cursor` where there is more.
 
-    The rows leave out `system`, `params` and `metadata`, which may be large; `session.get` has them.
+    The rows leave out `system`, `params` and `metadata`, which may be large; `session.get` has them. `passages` has a
+    search's, of those sessions whose messages have what was looked for.
     """
 
     sessions: list[SessionInfo]
     next_cursor: str | None = None
+    passages: list[Passage] = []
     re: str | None = None
 
 

@@ -152,6 +152,20 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
     context_policy: ContextPolicy = "refuse"
 
 
+class Passage(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a session has what was looked for.
+
+    Attributes:
+        session: Of the list.
+        item: The latest message that has it; it may be in another branch than is shown.
+        text: Where it stands in that message, on one line.
+    """
+
+    session: str
+    item: str
+    text: str
+
+
 class LatestState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The last values of the events that carry no `seq`, as a snapshot needs them."""
 

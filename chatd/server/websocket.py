@@ -39,7 +39,7 @@ from chatd.server.pool_cells import CellPointer
 from chatd.server.verbs import carry_out
 from chatd.tenants.quotas import TokenBucket
 
-CAPS = ("fork", "branch", "continue", "erase", "context", "prefill", "pool.map", "pool.inspect")
+CAPS = ("fork", "branch", "continue", "erase", "context", "prefill", "pool.map", "pool.inspect", "passages")
 COMMANDS_PER_S = 200.0
 COMMANDS_BURST = 400.0
 FRAMES_BEFORE_YIELD = 64

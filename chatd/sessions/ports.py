@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from chatd.engine.client import EngineEvent
 from chatd.engine.messages import FrontMessage, Ready
-from chatd.journal.records import Change, Erased, MessageRecord, SaveAnswer, SessionRecord
+from chatd.journal.records import Change, Erased, Match, MessageRecord, SaveAnswer, SessionRecord
 from chatd.protocol import Message
 from chatd.sessions.detokenizer import Detokenizer
 
@@ -120,8 +120,8 @@ class Journal(Protocol):
         """
         ...
 
-    async def search(self, tenant: str, user: str, query: str, limit: int) -> list[str]:
-        """Return ids of an owner's sessions whose messages or titles match, the best first."""
+    async def find(self, tenant: str, user: str, query: str, limit: int) -> list[Match]:
+        """Return an owner's sessions whose messages or titles match, and where, the best first."""
         ...
 
     async def answers(self, since: float) -> list[SaveAnswer]:

@@ -16,9 +16,10 @@ from sys import getsizeof
 
 from chatd.engine.messages import LeaseId
 from chatd.errors import InvalidRequest, RateLimited
-from chatd.journal.records import SessionRecord
-from chatd.protocol import SessionInfo, SessionList, SessionListed
-from chatd.sessions.conversation import Conversation, Owner
+from chatd.journal.passages import passage
+from chatd.journal.records import Match, SessionRecord
+from chatd.protocol import Passage, SessionInfo, SessionList, SessionListed
+from chatd.sessions.conversation import Conversation, Node, Owner
 from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.events import EventRing
 from chatd.sessions.limits import SessionLimits
@@ -111,8 +112,9 @@ class SessionStore:
     async def list(self, owner: Owner, command: SessionList) -> SessionListed:
         """Return an owner's sessions, last used first; see `SessionManager.list`."""
         before = _parse_cursor(command.cursor)
-        matches = await self._matcher(owner, command.query.casefold()) if command.query else None
+        where = await self._matcher(owner, command.query.casefold()) if command.query else None
         found: list[SessionInfo] = []
+        passages: list[Passage] = []
         ordered = sorted(
             self._by_owner.get(owner, {}).values(), key=lambda session: (session.updated_at, session.id), reverse=True
         )
@@ -121,32 +123,41 @@ class SessionStore:
                 continue
             if before is not None and (session.updated_at, session.id) >= before:
                 continue
-            if matches is not None and not matches(session):
+            match = where(session) if where is not None else None
+            if where is not None and match is None:
                 continue
             if len(found) == command.limit:
                 last = self._by_owner[owner][found[-1].id]
-                return SessionListed(sessions=found, next_cursor=f"{last.updated_at!r}~{last.id}")
+                return SessionListed(sessions=found, next_cursor=f"{last.updated_at!r}~{last.id}", passages=passages)
             found.append(session.info())
-        return SessionListed(sessions=found)
+            if match is not None and match.message is not None:
+                passages.append(Passage(session=session.id, item=match.message, text=match.passage))
+        return SessionListed(sessions=found, passages=passages)
 
-    async def _matcher(self, owner: Owner, query: str) -> Callable[[Session], bool]:
-        """Return what tells whether a session has a text; asked in the order of a list."""
+    async def _matcher(self, owner: Owner, query: str) -> Callable[[Session], Match | None]:
+        """Return what tells where a session has a text, None where it has not; asked in the order of a list."""
         if self._recorder.is_kept:
             # One of each tenant: there is one thread for all, and who floods it waits in a line of its own.
             async with self._searching.setdefault(owner.tenant, asyncio.Lock()):
-                ids = frozenset(await self._journal.search(owner.tenant, owner.user, query, MAX_FOUND))
-            return lambda session: session.id in ids or query in session.title.casefold()
+                matches = await self._journal.find(owner.tenant, owner.user, query, MAX_FOUND)
+            by_session = {match.session: match for match in matches}
+
+            def kept(session: Session) -> Match | None:
+                return by_session.get(session.id) or (Match(session.id) if query in session.title.casefold() else None)
+
+            return kept
         budget = MAX_SEARCHED_CHARS
 
-        def matches(session: Session) -> bool:
+        def in_memory(session: Session) -> Match | None:
             nonlocal budget
-            if query in session.title.casefold():
-                return True
-            texts = _texts_within(session, budget)
-            budget -= sum(map(len, texts))
-            return any(query in text.casefold() for text in texts)
+            nodes = _nodes_within(session, budget)
+            budget -= sum(len(node.content) for node in nodes)
+            for node in reversed(nodes):
+                if query in node.content.casefold():
+                    return Match(session.id, node.id, passage(node.content, [query]))
+            return Match(session.id) if query in session.title.casefold() else None
 
-        return matches
+        return in_memory
 
     def check_room(self, owner: Owner) -> None:
         """Refuse another open session.
@@ -349,15 +360,15 @@ class SessionStore:
         return LeaseId(self._last_lease)
 
 
-def _texts_within(session: Session, max_chars: int) -> builtins.list[str]:
+def _nodes_within(session: Session, max_chars: int) -> builtins.list[Node]:
     """Return a session's messages, as many as have `max_chars` characters together."""
-    texts = []
+    nodes = []
     for node in session.conversation:
         max_chars -= len(node.content)
         if max_chars < 0:
             break
-        texts.append(node.content)
-    return texts
+        nodes.append(node)
+    return nodes
 
 
 def _parse_cursor(cursor: str | None) -> tuple[float, str] | None:

@@ -10,12 +10,14 @@ from typing import Any
 import msgspec
 
 from chatd.errors import StorageError
+from chatd.journal.passages import has_words, passage, words_of
 from chatd.journal.records import (
     ID_TYPE,
     Change,
     CountUsage,
     Erased,
     EraseSession,
+    Match,
     MessageRecord,
     RemoveMessages,
     SaveAnswer,
@@ -24,7 +26,6 @@ from chatd.journal.records import (
     SessionRecord,
     ShareMessages,
 )
-from chatd.journal.search import has_words, words_of
 
 
 class MemoryJournal:
@@ -118,14 +119,22 @@ class MemoryJournal:
         return [self._messages[message] for message in self._members.get(session, ())]
 
     async def search(self, tenant: str, user: str, query: str, limit: int) -> list[str]:
+        """Return the ids of what `find` finds."""
+        return [match.session for match in await self.find(tenant, user, query, limit)]
+
+    async def find(self, tenant: str, user: str, query: str, limit: int) -> list[Match]:
         """Return an owner's sessions that have the words of the query."""
         words = words_of(query)
         found = []
         for record in self._sessions.values():
-            if (record.tenant, record.user) == (tenant, user):
-                texts = [record.title, *(self._messages[m].content for m in self._members.get(record.id, ()))]
-                if words and any(has_words(text, words) for text in texts):
-                    found.append(record.id)
+            if (record.tenant, record.user) != (tenant, user) or not words:
+                continue
+            messages = [self._messages[message] for message in reversed(self._members.get(record.id, ()))]
+            having = next((message for message in messages if has_words(message.content, words)), None)
+            if having is not None:
+                found.append(Match(record.id, having.id, passage(having.content, words)))
+            elif has_words(record.title, words):
+                found.append(Match(record.id))
         return found[:limit]
 
     async def answers(self, since: float) -> list[SaveAnswer]:

@@ -253,7 +253,13 @@ class ScriptedTurns(ABC):
         infos = sorted((s.info(self.model) for s in found), key=lambda info: -info.updated_at)
         end = start + command.limit
         cursor = str(end) if end < len(infos) else None
-        return p.SessionListed(sessions=infos[start:end], next_cursor=cursor, re=command.id)
+        passages = [
+            p.Passage(session=session.id, item=item.id, text=item.content)
+            for session in found
+            for item in session.items[::-1]
+            if command.query and command.query.lower() in item.content.lower()
+        ]
+        return p.SessionListed(sessions=infos[start:end], next_cursor=cursor, passages=passages, re=command.id)
 
     async def _emit(self, session: ScriptedSession, event: Any) -> p.Event:
         """Give a transcript event its `seq`, keep it for replay and send it; `re` stays with the sender."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 from chatd.journal import reader as journal_reader
 from chatd.journal.directory import DATABASE
 from chatd.journal.journal import Journal
+from chatd.journal.passages import has_words, words_of
 from chatd.journal.reader import JournalReader, connect_to_read
-from chatd.journal.records import RemoveMessages, SaveMessage, SaveSession
-from chatd.journal.search import MAX_INDEXED_CHARS, NUM_PARTS, has_words, words_of
+from chatd.journal.records import Match, RemoveMessages, SaveMessage, SaveSession
+from chatd.journal.search import MAX_INDEXED_CHARS, NUM_PARTS
 from chatd.journal.tables import Tables
 from chatd.testing.journal_records import make_answer, make_session, make_user_message
 
@@ -162,3 +164,16 @@ async def test_of_a_large_text_the_beginning_is_searched_and_all_of_it_can_be_ta
     await journal.commit([RemoveMessages("de", ("large",))])
     assert await journal.search("acme", "ann", "early", 100) == []
     assert await journal.search("acme", "ann", "dampfschiff", 100) == ["de"]
+
+
+async def test_a_match_is_the_latest_message_that_has_all_words_or_a_title(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "found")
+    session = msgspec.structs.replace(make_session("s"), title="Rivers and lakes")
+    texts = {"a": "rivers run", "b": "lakes stay, rivers run", "c": "lakes"}
+    saved = [SaveMessage("s", make_user_message(ident, text)) for ident, text in texts.items()]
+    titled = SaveSession(msgspec.structs.replace(make_session("t"), title="rivers alone"))
+    await journal.commit([SaveSession(session), *saved, titled])
+    found = {match.session: match for match in await journal.find("acme", "ann", "RIVERS", 10)}
+    assert found == {"s": Match("s", "b", "lakes stay, rivers run"), "t": Match("t")}
+    assert await journal.find("acme", "ann", "rivers lakes", 10) == [Match("s", "b", "lakes stay, rivers run")]
+    await journal.close()

@@ -15,6 +15,7 @@ from chatd.protocol import (
     Message,
     MessageEdit,
     Params,
+    Passage,
     ResponseCompleted,
     ResponseFailed,
     ResponseIncomplete,
@@ -63,11 +64,13 @@ async def test_lists_and_searches_have_sessions_whose_messages_are_not_in_memory
     await daemon.say(session, "about the pool")
     await daemon.run()
     other, _ = await daemon.open(title="another")
-    info = session.info()
+    info, said = session.info(), daemon.manager.items(session)[0]
     await daemon.start()
     listed = (await daemon.manager.list(ANN, SessionList())).sessions
     assert sorted(row.id for row in listed) == sorted([session.id, other.id])
-    (row,) = (await daemon.manager.list(ANN, SessionList(query="the pool"))).sessions
+    searched = await daemon.manager.list(ANN, SessionList(query="the pool"))
+    (row,) = searched.sessions
+    assert searched.passages == [Passage(session=session.id, item=said.id, text="about the pool")]
     assert (row.id, row.title, row.num_items, row.context_used) == (
         session.id,
         "about the pool",

@@ -64,7 +64,7 @@ async def test_system_prompts_of_sessions_that_are_left_to_the_journal_count_as_
 
 async def test_one_tenant_has_one_search_at_a_time() -> None:
     daemon = await RestartingDaemon().start()
-    running, most, search = [], [0], daemon.handle.search
+    running, most, search = [], [0], daemon.handle.find
 
     async def slow(tenant: str, *args: object):
         running.append(tenant)
@@ -74,7 +74,7 @@ async def test_one_tenant_has_one_search_at_a_time() -> None:
         running.remove(tenant)
         return await search(tenant, *args)
 
-    daemon.handle.search = slow
+    daemon.handle.find = slow
     await asyncio.gather(*(daemon.manager.list(ANN, SessionList(query="x")) for _ in range(5)))
     assert most == [1]
 

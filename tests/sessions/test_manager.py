@@ -840,6 +840,11 @@ async def test_texts_are_searched_newest_sessions_first_within_a_bound(monkeypat
         await say(manager, session, "the Needle is in the hay", respond=False)
         session.updated_at = float(number)
     query = SessionList(query="needle")
+    listed = await manager.list(ANN, query)
+    assert [(found.session, found.text) for found in listed.passages] == [
+        (info.id, "the Needle is in the hay") for info in listed.sessions
+    ]
+    assert (await manager.list(ANN, SessionList(query="number 2"))).passages == []
     assert [info.title for info in (await manager.list(ANN, query)).sessions] == ["number 2", "number 1", "number 0"]
     monkeypatch.setattr("chatd.sessions.store.MAX_SEARCHED_CHARS", 2 * len("the Needle is in the hay"))
     assert [info.title for info in (await manager.list(ANN, query)).sessions] == ["number 2", "number 1"]

@@ -7,6 +7,7 @@ import pytest
 
 from chatd import protocol as p
 from chatd.errors import ChatdError
+from chatd.server.websocket import CAPS
 from chatd.testing.other_versions import newer, older
 from chatd.testing.scripted_daemon import Script, ScriptedDaemon
 from chatd_tui.app import ChatApp
@@ -18,7 +19,7 @@ from chatd_tui.widgets.answer import AnswerMessage
 
 WaitUntil = Callable[[Callable[[], bool]], Awaitable[None]]
 SIZE = (120, 36)
-ALL_CAPS = ("fork", "branch", "continue", "erase", "context", "prefill", "pool.map")
+ALL_CAPS = CAPS
 
 
 class WatchedApp(ChatApp):

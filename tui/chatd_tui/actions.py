@@ -173,7 +173,7 @@ class Actions:
         self._start(self._search(argument[:MAX_TITLE]))
 
     async def _search(self, query: str) -> None:
-        self._app.show_found(query, await self._app.link.search(query))
+        self._app.show_found(query, await self._app.daemons.search(query))
 
     async def rename(self, argument: str) -> None:
         """Give a title."""

@@ -23,7 +23,6 @@ from chatd.protocol import (
     ResponseCompleted,
     ResponseIncomplete,
     ServerDraining,
-    SessionInfo,
     SessionTier,
     SessionUpdated,
 )
@@ -47,7 +46,7 @@ from chatd_tui.sending import Sending
 from chatd_tui.servers import Daemons
 from chatd_tui.theme import CHATD
 from chatd_tui.typing_ahead import TypingAhead
-from chatd_tui.views import MeterView, SessionRow
+from chatd_tui.views import FoundRow, MeterView
 from chatd_tui.widgets.status import StatusView, TitleView
 
 QUIT_WINDOW_S = 2.0
@@ -104,6 +103,7 @@ class ChatApp(App[None], inherit_bindings=False):
         self._actions = Actions(self, copies or state_dir())
         self._meter = MeterView()
         self._interrupted_at = float("-inf")
+        self._wanted: str | None = None
 
     @property
     def link(self) -> DaemonLink:
@@ -144,6 +144,9 @@ class ChatApp(App[None], inherit_bindings=False):
         if self._is_on_screen(message, message.attached.session) and snapshot is not None:
             await self.conversation.show(snapshot)
             self._draw_title(None)
+            wanted, self._wanted = self._wanted, None
+            if wanted is not None and not self.chat.show_message(wanted):
+                self.chat.status = status_text.ELSEWHERE
 
     async def on_session_news(self, message: messages.SessionNews) -> None:
         """Apply one event of the session on the screen."""
@@ -315,9 +318,18 @@ class ChatApp(App[None], inherit_bindings=False):
         await self.open_session(message.session, server=message.server)
 
     async def open_session(
-        self, session: str | None, role: AttachRole = "writer", *, server: str | None = None
+        self,
+        session: str | None,
+        role: AttachRole = "writer",
+        *,
+        server: str | None = None,
+        item: str | None = None,
     ) -> None:
-        """Show another session, or a new one for None; of the daemon on the screen where no other one is named."""
+        """Show another session, or a new one for None; of the daemon on the screen where no other one is named.
+
+        `item` is the message to go to, once it is there.
+        """
+        self._wanted = item
         self.typing_ahead.forget()
         await self.conversation.clear(empty=session is None)
         self.chat.close_overlay()
@@ -331,14 +343,14 @@ class ChatApp(App[None], inherit_bindings=False):
         self._draw_sessions()
         self._draw_title(None)
 
-    def show_found(self, query: str, found: Sequence[SessionInfo]) -> None:
-        """List what a search found, and open what is chosen."""
+    def show_found(self, query: str, found: Sequence[FoundRow]) -> None:
+        """List what a search found, and open what is chosen at the message that was found."""
 
-        async def chosen(session: str | None) -> None:
-            if session is not None:
-                await self.open_session(session)
+        async def chosen(row: FoundRow | None) -> None:
+            if row is not None:
+                await self.open_session(row.session.id, server=row.server, item=row.item)
 
-        self.push_screen(FoundScreen(clean_line(query), [SessionRow.of(info, None) for info in found]), chosen)
+        self.push_screen(FoundScreen(clean_line(query), found), chosen)
 
     def open_pool(self) -> None:
         """Open the pool page."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from chatd.client import Client, ConnectionPhase, ConnectionState, Session
+from chatd.client import Client, ConnectionPhase, ConnectionState, FoundSession, Session
 from chatd.config import Server
 from chatd.errors import ChatdError, InvalidRequest, NotFound
 from chatd.protocol import (
@@ -241,11 +241,11 @@ class DaemonLink:
         """Return all of the session on the screen."""
         return await self._connected_client().get_session((await self._attached()).id)
 
-    async def search(self, query: str) -> list[SessionInfo]:
-        """Return the sessions in which a text is, the archived ones last."""
+    async def search(self, query: str) -> list[FoundSession]:
+        """Return the sessions in which a text is and where it is, the archived ones last."""
         client = self._connected_client()
-        found = await client.list_sessions(limit=100, query=query)
-        return found + await client.list_sessions(limit=100, query=query, archived=True)
+        found = await client.search_sessions(query, limit=100)
+        return found + await client.search_sessions(query, limit=100, archived=True)
 
     def cancel(self) -> None:
         """End the answer in progress."""

@@ -14,12 +14,13 @@ import msgspec
 from chatd.clean import clean_line
 from chatd.client import ConnectionPhase, ConnectionState
 from chatd.config import Server
+from chatd.errors import ChatdError
 from chatd.protocol import Hello, SessionInfo
 from chatd_tui import status_text
 from chatd_tui.link import DaemonLink
 from chatd_tui.messages import ConnectionChanged, DaemonNews
 from chatd_tui.obstacles import obstacle
-from chatd_tui.views import ServerRow, SessionRow
+from chatd_tui.views import FoundRow, ServerRow, SessionRow
 from chatd_tui.widgets.welcome import WelcomeView
 
 
@@ -140,6 +141,22 @@ class Daemons:
     async def refresh(self) -> None:
         """Read every list of sessions again."""
         await asyncio.gather(*(daemon.link.refresh_sessions() for daemon in self))
+
+    async def search(self, query: str) -> list[FoundRow]:
+        """Return the conversations in which a text is, of every daemon that is there.
+
+        Raises:
+            ChatdError: The daemon on the screen refused.
+        """
+        asked = [daemon for daemon in self if daemon is self.shown or daemon.is_connected]
+        answers = await asyncio.gather(*(daemon.link.search(query) for daemon in asked), return_exceptions=True)
+        rows: list[FoundRow] = []
+        for daemon, found in zip(asked, answers, strict=True):
+            if not isinstance(found, BaseException):
+                rows += [FoundRow.of(each, daemon.name) for each in found]
+            elif daemon is self.shown or not isinstance(found, ChatdError):
+                raise found
+        return rows
 
     def rows(self) -> list[ServerRow]:
         """Return the list of conversations, pinned ones first, by daemon."""

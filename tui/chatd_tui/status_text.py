@@ -13,6 +13,7 @@ ANSWERING = StatusView("busy", "answering", "Esc stops it")
 THINKING = StatusView("busy", "thinking", "Esc stops it")
 SET_ASIDE = StatusView("busy", "set aside for want of memory", "it goes on by itself")
 WATCHING = StatusView("notice", "you watch this conversation", "/watch to take part")
+ELSEWHERE = StatusView("notice", "what was found is in another version of this conversation", "/branch shows others")
 CONTEXT_POLICIES: dict[ContextPolicy, str] = {
     "refuse": "where the context is full, a message is refused",
     "drop_oldest": "where the context is full, the oldest messages are left out of it",

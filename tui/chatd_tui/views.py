@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chatd.clean import clean, clean_line
+from chatd.client import FoundSession
 from chatd.protocol import Item, SessionInfo, Siblings, Timings, Usage
 
 WAIT_REASONS = {
@@ -112,6 +113,31 @@ class ServerRow:
     connection: str
     sessions: tuple[SessionRow, ...]
     is_shown: bool = True
+
+
+@dataclass(frozen=True)
+class FoundRow:
+    """One session that a search found, cleaned.
+
+    Attributes:
+        server: The name of its daemon.
+        session: What the list says of it.
+        item: The message to go to, None where only the title has what was looked for.
+        passage: Where it is in that message.
+    """
+
+    server: str
+    session: SessionRow
+    item: str | None = None
+    passage: str = ""
+
+    @classmethod
+    def of(cls, found: FoundSession, server: str) -> FoundRow:
+        """Build from what the client says."""
+        row = SessionRow.of(found.info, None)
+        if found.passage is None:
+            return cls(server, row)
+        return cls(server, row, found.passage.item, clean_line(found.passage.text, 200))
 
 
 def tier_word(tier: str) -> str:

@@ -135,6 +135,13 @@ class ChatScreen(Screen[None]):
         transcript.show_earlier()
         transcript.scroll_home(animate=False)
 
+    def show_message(self, item_id: str) -> bool:
+        """Select a message and go to it; False where it is not in the conversation."""
+        if not self.transcript.reveal(item_id):
+            return False
+        self.set_focus(self.transcript)
+        return True
+
     def leave(self) -> bool:
         """Leave the innermost thing that is open and go to the input; False if nothing was."""
         composer, transcript = self.composer, self.transcript

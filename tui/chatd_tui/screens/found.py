@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -13,11 +14,13 @@ from textual.screen import ModalScreen
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
-from chatd_tui.views import SessionRow
+from chatd_tui.views import FoundRow
+
+WIDTH = 68
 
 
-class FoundScreen(ModalScreen[str | None]):
-    """Lists conversations; Enter gives the chosen one's id, Escape none.
+class FoundScreen(ModalScreen[FoundRow | None]):
+    """Lists conversations and where the text is in them; Enter gives the chosen one, Escape none.
 
     Args:
         query: What was looked for, cleaned.
@@ -40,7 +43,7 @@ class FoundScreen(ModalScreen[str | None]):
     """
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "leave", "Back")]
 
-    def __init__(self, query: str, rows: Sequence[SessionRow]) -> None:
+    def __init__(self, query: str, rows: Sequence[FoundRow]) -> None:
         super().__init__()
         self._query = query
         self._rows = tuple(rows)
@@ -52,18 +55,30 @@ class FoundScreen(ModalScreen[str | None]):
         with Vertical():
             yield Static(Content.assemble((f"{number} ", "$muted"), (self._query, "bold")), markup=False)
             if self._rows:
-                yield OptionList(*map(_option, self._rows), markup=False)
-            yield Static(Content.styled("Enter opens it, Esc goes back" if count else "Esc goes back", "$faint"))
+                yield OptionList(*(_option(row, self._query) for row in self._rows), markup=False)
+            yield Static(Content.styled("Enter opens it there, Esc goes back" if count else "Esc goes back", "$faint"))
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         """Give the chosen one."""
-        self.dismiss(event.option.id)
+        self.dismiss(self._rows[event.option_index])
 
     def action_leave(self) -> None:
         """Give none."""
         self.dismiss(None)
 
 
-def _option(row: SessionRow) -> Option:
-    lines = [Content.styled(row.title, "bold"), Content.styled(f"  {row.detail}", "$muted")]
-    return Option(Content("\n").join([line.truncate(68, ellipsis=True) for line in lines]), id=row.id)
+def _option(row: FoundRow, query: str) -> Option:
+    where = f"{row.server} · " if row.server else ""
+    lines = [Content.styled(row.session.title, "bold"), Content.styled(f"  {where}{row.session.detail}", "$muted")]
+    if row.passage:
+        lines.append(Content("  ").append(_marked(row.passage, query)))
+    return Option(Content("\n").join([line.truncate(WIDTH, ellipsis=True) for line in lines]))
+
+
+def _marked(passage: str, query: str) -> Content:
+    """Return a passage in which the words of a query stand out."""
+    marked = Content(passage)
+    for word in query.split():
+        for match in re.finditer(re.escape(word), passage, re.IGNORECASE):
+            marked = marked.stylize("bold $accent", match.start(), match.end())
+    return marked

@@ -270,6 +270,18 @@ class Transcript(VerticalScroll, inherit_bindings=False):
         else:
             anchor.remove()
 
+    def reveal(self, item_id: str) -> bool:
+        """Select a message and scroll to it, drawing what stands above where it is there; False where it is not."""
+        while any(view.id == item_id for view in self._earlier):
+            self.show_earlier()
+        message = self._find(item_id)
+        if message is None:
+            return False
+        self.release_anchor()
+        self.select(item_id)
+        self.call_after_refresh(self.scroll_to_widget, message, animate=False, top=True)
+        return True
+
     def update_welcome(self, view: WelcomeView) -> None:
         """Change the newcomer's page, whether it is shown or not."""
         self.welcome = view
