@@ -23,25 +23,32 @@ def changed(params: Params, typed: str) -> Params:
     Raises:
         InvalidRequest: Names what is not a parameter or has a wrong value.
     """
-    fields: dict[str, Any] = msgspec.to_builtins(params)
     for name, value in _pairs(typed):
-        if name not in Params.__struct_fields__:
-            raise InvalidRequest(
-                f"{name[:40]!r} is not a parameter", param=name, hint=", ".join(Params.__struct_fields__)
-            )
-        if not value:
-            fields.pop(name, None)
-        else:
-            fields[name] = value_of(name, value)
+        params = with_value(params, name, value)
+    check(params)
+    return params
+
+
+def with_value(params: Params, name: str, typed: str) -> Params:
+    """Return the parameters with one as it was typed; without it where nothing is.
+
+    Raises:
+        InvalidRequest: It is no parameter, or its value is wrong by itself.
+    """
+    if name not in Params.__struct_fields__:
+        raise InvalidRequest(f"{name[:40]!r} is not a parameter", param=name, hint=", ".join(Params.__struct_fields__))
+    fields: dict[str, Any] = msgspec.to_builtins(params)
+    if typed:
+        fields[name] = _value_of(name, typed)
+    else:
+        fields.pop(name, None)
     try:
-        given = msgspec.convert(fields, Params, strict=False)
+        return msgspec.convert(fields, Params, strict=False)
     except msgspec.ValidationError as error:
         raise invalid_field(error) from None
-    check(given)
-    return given
 
 
-def value_of(name: str, typed: str) -> Any:
+def _value_of(name: str, typed: str) -> Any:
     """Return what a parameter's value is in JSON, as it was typed.
 
     Raises:
@@ -81,11 +88,12 @@ def check(params: Params) -> None:
 def shown(params: Params) -> str:
     """Write the parameters as they are typed."""
     fields: dict[str, Any] = msgspec.to_builtins(params)
-    return " ".join(
-        f"{name}={json.dumps(value) if name in _STRUCTURED or isinstance(value, bool) else value}"
-        for name, value in fields.items()
-        if value is not None
-    )
+    return " ".join(f"{name}={text_of(name, value)}" for name, value in fields.items() if value is not None)
+
+
+def text_of(name: str, value: Any) -> str:
+    """Write a parameter's value as it is typed."""
+    return json.dumps(value) if name in _STRUCTURED or isinstance(value, bool) else str(value)
 
 
 def _pairs(typed: str) -> list[tuple[str, str]]:

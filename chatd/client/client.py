@@ -176,9 +176,13 @@ class Client(Connection):
         if session in self._sessions:
             await self._sessions[session].detach()
 
-    async def close_session(self, session: str) -> None:
-        """Release the session's KV in the daemon; its text stays."""
-        await self._ask(SessionClose(id=new_id(), session=session), SessionClosed)
+    async def close_session(self, session: str) -> SessionClosed:
+        """Release the session's KV in the daemon, and return how much that was; its text stays.
+
+        Everybody is detached from it.
+        """
+        closed, _ = await self._ask(SessionClose(id=new_id(), session=session), SessionClosed)
+        return closed
 
     async def erase_session(self, session: str) -> EraseReceipt:
         """Remove the session and everything that was kept of it, and return what that was."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from chatd.protocol.pool_values import CellBlock, Cells, PoolTotals, SessionBlocks, TenantBlocks, TierBlocks
-from chatd.protocol.values import ErrorBody, Item, Logprob, Passage, SessionInfo, Snapshot, Timings, Usage
+from chatd.protocol.values import ErrorBody, Item, Logprob, Params, Passage, SessionInfo, Snapshot, Timings, Usage
 from chatd.protocol.vocabulary import AttachRole, CompletedReason, IncompleteReason
 
 
@@ -15,13 +15,22 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """Base of all events."""
 
 
-class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that a daemon serves, and its pool."""
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The model that a daemon serves, and its pool.
+
+    Attributes:
+        id: Its name.
+        context: Tokens of prompt and answer together.
+        block_size: Tokens of a block.
+        blocks: Of the pool.
+        params: What holds where neither a message nor its session names a parameter; older daemons do not say it.
+    """
 
     id: str
     context: int
     block_size: int
     blocks: int
+    params: Params | None = None
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,9 +117,16 @@ class SessionDetached(_Event, frozen=True, kw_only=True, tag="session.detached")
 
 
 class SessionClosed(_Event, frozen=True, kw_only=True, tag="session.closed"):
-    """Answers `session.close`; sent to everybody attached."""
+    """Answers `session.close`; sent to everybody attached.
+
+    Attributes:
+        blocks: Of the pool's, that it held until now.
+        shared_blocks: Of these, that others hold too, and so are not released.
+    """
 
     session: str
+    blocks: int = 0
+    shared_blocks: int = 0
     re: str | None = None
 
 

@@ -37,7 +37,6 @@ from chatd.protocol import (
     ResponseRegenerate,
     SessionAttach,
     SessionClose,
-    SessionClosed,
     SessionCreate,
     SessionCreated,
     SessionDetach,
@@ -193,8 +192,7 @@ async def _session_detach(connection: Connection, command: SessionDetach) -> Eve
 async def _session_close(connection: Connection, command: SessionClose) -> Event | None:
     manager = connection.daemon.manager
     session = await manager.resolve(connection.owner, command.session)
-    await manager.close(session, re=command.id, subscriber=connection, receipt=receipt_of(command))
-    return SessionClosed(session=session.id, re=command.id)
+    return await manager.close(session, re=command.id, subscriber=connection, receipt=receipt_of(command))
 
 
 async def _session_erase(connection: Connection, command: SessionErase) -> Event | None:

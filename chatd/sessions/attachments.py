@@ -69,21 +69,13 @@ class Attachments:
         for session in list(self._sessions.get(subscriber.connection_id, {}).values()):
             self.detach(session, subscriber)
 
-    def close(self, session: Session, re: str | None, sender: Subscriber | None) -> None:
-        """Detach everybody from a session that is closed, and say so; the sender is told with `re`, attached or not."""
+    def close(self, session: Session, closed: SessionClosed | SessionErased, sender: Subscriber | None) -> None:
+        """Detach everybody from a session that ends, and say so; the sender is told with `re`, attached or not."""
         for connection_id in session.connections():
             self._forget(session, connection_id)
-        was_attached = session.close_subscriptions(SessionClosed(session=session.id), re, sender)
+        was_attached = session.close_subscriptions(msgspec.structs.replace(closed, re=None), closed.re, sender)
         if sender is not None and not was_attached:
-            sender.deliver(SessionClosed(session=session.id, re=re))
-
-    def erase(self, session: Session, erased: SessionErased, sender: Subscriber | None) -> None:
-        """As `close`, for a session that is erased."""
-        for connection_id in session.connections():
-            self._forget(session, connection_id)
-        was_attached = session.close_subscriptions(msgspec.structs.replace(erased, re=None), erased.re, sender)
-        if sender is not None and not was_attached:
-            sender.deliver(erased)
+            sender.deliver(closed)
 
     def _attach(
         self, session: Session, subscriber: Subscriber, role: AttachRole, replay: list[TranscriptEvent]

@@ -96,7 +96,7 @@ class Eraser:
     def drop(self, session: Session, erased: SessionErased, sender: Subscriber | None = None) -> None:
         """Forget a session of which nothing is left elsewhere, and tell whoever is attached."""
         session.is_erased = True
-        self._attachments.erase(session, erased, sender)
+        self._attachments.close(session, erased, sender)
         self._store.drop(session)
 
     async def _erase(

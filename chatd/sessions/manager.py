@@ -31,6 +31,7 @@ from chatd.protocol import (
     ResponseRegenerate,
     SessionAttach,
     SessionAttached,
+    SessionClosed,
     SessionCreate,
     SessionCreated,
     SessionErased,
@@ -416,7 +417,7 @@ class SessionManager:
         re: str | None = None,
         subscriber: Subscriber | None = None,
         receipt: Receipt | None = None,
-    ) -> None:
+    ) -> SessionClosed:
         """Release a session's KV and keep its text; an answer in progress is cancelled first. Everybody is detached.
 
         The sender gets `session.closed` with `re`, attached or not.
@@ -424,8 +425,9 @@ class SessionManager:
         Raises:
             PermissionDenied: The sender is an observer.
         """
-        await self._native.close(session, re, Asked(subscriber, receipt=receipt))
+        closed = await self._native.close(session, re, Asked(subscriber, receipt=receipt))
         self._drafts.forget(session)
+        return closed
 
     async def erase(
         self,

@@ -26,6 +26,19 @@ SEED_BITS = 63
 MAX_BYTES_PER_TOKEN = 8
 """Text with more bytes than this for each token of the context is not tokenized; prose and code have 3 to 5."""
 NO_PARAMS = Params()
+_SAMPLING = SamplingParams(max_tokens=1)
+NEUTRAL = Params(
+    temperature=_SAMPLING.temperature,
+    top_p=_SAMPLING.top_p,
+    top_k=_SAMPLING.top_k,
+    min_p=_SAMPLING.min_p,
+    min_tokens=_SAMPLING.min_tokens,
+    repetition_penalty=_SAMPLING.repetition_penalty,
+    presence_penalty=_SAMPLING.presence_penalty,
+    frequency_penalty=_SAMPLING.frequency_penalty,
+    ignore_eos=_SAMPLING.ignore_eos,
+)
+"""What holds where nobody says anything else."""
 T = TypeVar("T")
 
 
@@ -108,7 +121,10 @@ class ModelProfile:
 
     def info(self) -> ModelInfo:
         """Return the model as a client sees it."""
-        return ModelInfo(id=self.id, context=self.context, block_size=self.block_size, blocks=self.blocks)
+        params = self.defaults.over(msgspec.structs.replace(NEUTRAL, max_tokens=self.max_tokens))
+        return ModelInfo(
+            id=self.id, context=self.context, block_size=self.block_size, blocks=self.blocks, params=params
+        )
 
     @property
     def longest_prompt(self) -> int:

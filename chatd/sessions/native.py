@@ -126,7 +126,7 @@ class NativeDoor:
             session.take(record)
             session.emit_updated(re, asked.subscriber)
 
-    async def close(self, session: Session, command_id: str | None, asked: Asked) -> None:
+    async def close(self, session: Session, command_id: str | None, asked: Asked) -> SessionClosed:
         """Release a session's KV and keep its text; see `SessionManager.close`."""
         session.check_writer(asked.subscriber)
         while True:
@@ -135,18 +135,21 @@ class NativeDoor:
                 await turn.ended.wait()
             async with self._changes.changing(session):
                 if session.turn is None:  # Else it began while the lock was waited for.
-                    await self._close(session, command_id, asked)
+                    closed = await self._close(session, command_id, asked)
                     break
         self._store.make_room(session.owner)
+        return closed
 
-    async def _close(self, session: Session, command_id: str | None, asked: Asked) -> None:
+    async def _close(self, session: Session, command_id: str | None, asked: Asked) -> SessionClosed:
+        held, shared = session.latest.blocks_held, session.latest.blocks_shared
+        closed = SessionClosed(session=session.id, blocks=held, shared_blocks=shared, re=command_id)
         if self._changes.keeps(session):
-            answer = SessionClosed(session=session.id, re=command_id)
-            kept = self._changes.kept(asked.receipt, session.owner, answer)
+            kept = self._changes.kept(asked.receipt, session.owner, closed)
             await self._changes.save(session, [self._changes.saved(session, closed=True), *kept])
-        self._attachments.close(session, command_id, asked.subscriber)
+        self._attachments.close(session, closed, asked.subscriber)
         if not session.closed:
             self._store.close(session)
+        return closed
 
     async def fork(self, session: Session, command: SessionFork, asked: Asked) -> tuple[Session, Forked]:
         """Open a session with the first messages of another one; see `SessionManager.fork`."""

@@ -260,7 +260,11 @@ class ScriptedDaemon(ScriptedTurns):
                 await self._reply(socket, p.SessionDetached(session=command.session, re=command.id))
             case p.SessionClose():
                 session = self._find(command.session)
-                await self._broadcast(session, p.SessionClosed(session=session.id, re=command.id))
+                closed = p.SessionClosed(session=session.id, blocks=7, shared_blocks=2)
+                await self._broadcast(session, closed)
+                await self._reply(socket, msgspec.structs.replace(closed, re=command.id))
+                for attached in self._attached.values():
+                    attached.discard(session.id)
             case p.SessionErase():
                 session = self._find(command.session)
                 del self.sessions[session.id]

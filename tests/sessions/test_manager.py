@@ -732,9 +732,10 @@ async def test_close_releases_the_lease_and_keeps_the_text() -> None:
     await say(manager, session, "hi")
     engine.run()
     lease = engine.submits[0].lease
+    session.latest.blocks_held, session.latest.blocks_shared = 3, 1
     await manager.close(session, re="c1", subscriber=connection)
     assert Release(lease) in engine.sent
-    assert connection.events[-1] == protocol.SessionClosed(session=session.id, re="c1")
+    assert connection.events[-1] == protocol.SessionClosed(session=session.id, blocks=3, shared_blocks=1, re="c1")
     assert (await manager.resolve(ANN, session.id)).info().num_items == 2
     assert session.info().tier == "tokens"
     connection.take()

@@ -126,3 +126,15 @@ def test_seeds_are_in_the_range_that_a_client_may_name() -> None:
     seeds = {draw_seed() for _ in range(100)}
     assert len(seeds) == 100
     assert all(0 <= seed < 2**SEED_BITS for seed in seeds)
+
+
+def test_a_client_is_told_what_holds_where_nobody_names_a_parameter() -> None:
+    profile = ModelProfile(
+        id="m", context=100, vocab_size=10, defaults=Params(temperature=0.6, top_k=20), max_tokens=50
+    )
+    told = profile.info().params
+    assert (told.temperature, told.top_k, told.top_p, told.max_tokens, told.seed) == (0.6, 20, 1.0, 50, None)
+    resolved = profile.resolve(Params(), 10, draw=lambda: 7)
+    for name in Params.__struct_fields__:
+        if getattr(told, name) not in (None, ()):
+            assert getattr(resolved, name) == getattr(told, name), name

@@ -15,6 +15,8 @@ from chatd.protocol import ContextPolicy, Params
 from chatd_tui import status_text
 from chatd_tui.clipboard import MAX_OSC52_BYTES, save_copy
 from chatd_tui.export import code_blocks, rendered, write_new
+from chatd_tui.form_fields import FIELDS
+from chatd_tui.settings_form import open_form
 from chatd_tui.views import ItemView
 from chatd_tui.widgets.status import StatusView
 
@@ -249,11 +251,10 @@ class Actions:
             self._say("type-ahead is off")
 
     async def system(self, argument: str) -> None:
-        """Show or set the system prompt."""
+        """Set the system prompt, in the form where none is given."""
         link = self._app.link
         if not argument:
-            system = link.info.system if link.info is not None else link.draft.system
-            self._say(f"system prompt: {clean_line(system, 300)}" if system else "there is no system prompt")
+            open_form(self._app, "system")
         elif self._app.context.exists:
             self._start(self._set_system(argument))
         else:
@@ -266,13 +267,12 @@ class Actions:
         self._say("the system prompt is set", "it holds from the next answer on")
 
     async def set(self, argument: str) -> None:
-        """Show or set parameters."""
+        """Set parameters, in the form where none are given."""
+        if not argument:
+            open_form(self._app, FIELDS[0].name)
+            return
         link = self._app.link
         current = link.info.params if link.info is not None else link.draft.params
-        if not argument:
-            text = clean_line(typed_params.shown(current), 300)
-            self._say(text or "no parameter is set", "the rest is the model's own" if text else "the model's own hold")
-            return
         params = typed_params.changed(current, argument)
         done = clean_line(typed_params.shown(params), 300) or "no parameter is set"
         if self._app.context.exists:
@@ -280,6 +280,18 @@ class Actions:
         else:
             link.draft = replace(link.draft, params=params)
             self._say(done, "from the first message on")
+
+    async def settings(self, _: str) -> None:
+        """Show all settings of the conversation, in the form."""
+        open_form(self._app, "system")
+
+    async def close(self, _: str) -> None:
+        """Give up the conversation's memory and keep its text; what that was is told to all who have it open."""
+        self._start(self._close())
+
+    async def _close(self) -> None:
+        await self._app.link.close()
+        await self._app.link.refresh_sessions()
 
     async def watch(self, _: str) -> None:
         """Become an observer, or a writer again."""

@@ -23,6 +23,7 @@ from chatd.protocol import (
     ResponseCompleted,
     ResponseIncomplete,
     ServerDraining,
+    SessionClosed,
     SessionTier,
     SessionUpdated,
 )
@@ -164,6 +165,9 @@ class ChatApp(App[None], inherit_bindings=False):
             self.daemons.shown.note_tier(event.session, event.tier)
             self._draw_sessions()
         await self.conversation.apply(event)
+        if isinstance(event, SessionClosed):
+            # Everybody was detached; who looks at it goes on looking.
+            await self.link.open(message.session, self.link.role)
         if isinstance(event, ResponseCompleted | ResponseIncomplete):
             self.run_worker(self.link.refresh_sessions(), group="list", exclusive=True)
 

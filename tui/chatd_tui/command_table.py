@@ -134,7 +134,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         "system",
-        "show the system prompt, or set it",
+        "set the system prompt, in the form or here",
         CONVERSATIONS,
         Actions.system,
         hint="[TEXT]",
@@ -142,12 +142,19 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         "set",
-        "show the parameters, or set some",
+        "set parameters, in the form or here",
         CONVERSATIONS,
         Actions.set,
         hint="[NAME=VALUE …]",
         choices=SETTINGS,
         writes=True,
+    ),
+    Command(
+        "settings",
+        "the system prompt and all parameters, in a form",
+        CONVERSATIONS,
+        Actions.settings,
+        keys=("f4",),
     ),
     Command(
         "context",
@@ -182,6 +189,15 @@ COMMANDS: tuple[Command, ...] = (
         CONVERSATIONS,
         Actions.export,
         hint="FILE",
+        exists=True,
+    ),
+    Command(
+        "close",
+        "give up its memory and keep its text",
+        CONVERSATIONS,
+        Actions.close,
+        idle=True,
+        writes=True,
         exists=True,
     ),
     Command(

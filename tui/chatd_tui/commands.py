@@ -14,6 +14,7 @@ from typing import Any
 
 # A slash alone is the beginning of a command, so that Enter after it says so.
 _COMMAND_LINE = re.compile(r"/([A-Za-z][A-Za-z-]*)?(?:[ \t]+(.*)|\n(.*))?\Z", re.DOTALL)
+TOO_OLD = "this daemon is too old for that"
 _KEY_NAMES = {"escape": "Esc", "left": "←", "right": "→", "up": "↑", "down": "↓"}
 _KEY_NAMES |= {"pageup": "PageUp", "pagedown": "PageDown"}
 
@@ -90,7 +91,7 @@ class Command:
         if not self.offline and not context.connected:
             return "there is no connection to the daemon yet"
         if self.cap and self.cap not in context.caps:
-            return "this daemon is too old for that"
+            return TOO_OLD
         if self.exists and not context.exists:
             return "this conversation has no messages yet"
         if self.writes and context.observer:

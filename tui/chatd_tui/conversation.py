@@ -144,7 +144,7 @@ class Conversation:
             case SessionTruncated():
                 chat.status = status_text.truncated(event)
             case SessionClosed():
-                chat.status = StatusView("notice", "this conversation's memory was released", "its text stays")
+                chat.status = status_text.closed(event)
             case _:
                 pass
 

@@ -211,6 +211,10 @@ class DaemonLink:
             self._session = None
         return receipt
 
+    async def close(self) -> None:
+        """Release what the daemon's memory has of the session on the screen; its text stays."""
+        await self._connected_client().close_session((await self._attached()).id)
+
     def type_ahead(self, text: str | None, after_s: float) -> None:
         """Have what is typed computed ahead, unless more is typed before `after_s` are over; None takes it back."""
         self._start("type-ahead", self._type_ahead(text, after_s))

@@ -5,7 +5,15 @@ from __future__ import annotations
 from chatd.clean import clean_line
 from chatd.client import ConnectionPhase, ConnectionState
 from chatd.errors import AuthenticationError
-from chatd.protocol import ContextPolicy, EraseReceipt, SessionCreated, SessionTier, SessionTruncated, Snapshot
+from chatd.protocol import (
+    ContextPolicy,
+    EraseReceipt,
+    SessionClosed,
+    SessionCreated,
+    SessionTier,
+    SessionTruncated,
+    Snapshot,
+)
 from chatd_tui.views import WAIT_REASONS, short_number
 from chatd_tui.widgets.status import StatusView
 
@@ -89,6 +97,14 @@ def truncated(event: SessionTruncated) -> StatusView:
     """Say that older messages are out of the context."""
     number = f"{short_number(event.dropped_items)} older message{'' if event.dropped_items == 1 else 's'}"
     return StatusView("busy", f"the context was full: {number} left out of it", "they stay in the conversation")
+
+
+def closed(event: SessionClosed) -> StatusView:
+    """Say what was released of a conversation that somebody closed."""
+    number = f"{short_number(event.blocks)} block{'' if event.blocks == 1 else 's'}"
+    shared = f"{short_number(event.shared_blocks)} stay, which others have too; " if event.shared_blocks else ""
+    what = f"closed: {number} of memory given up" if event.blocks else "closed: it had nothing in memory"
+    return StatusView("notice", what, f"{shared}the text stays, and the next message reads it again")
 
 
 def erased(receipt: EraseReceipt) -> StatusView:
