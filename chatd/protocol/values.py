@@ -132,7 +132,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A session as a list shows it. Times are Unix seconds."""
+    """A session as a list shows it. Times are Unix seconds; `writers` and `observers` count connections attached."""
 
     id: str
     title: str
@@ -150,6 +150,8 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
     params: Params = Params()
     metadata: dict[str, str] = {}
     context_policy: ContextPolicy = "refuse"
+    writers: int = 0
+    observers: int = 0
 
 
 class Passage(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,8 +48,8 @@ class Attachments:
         if command.after_seq is not None and command.boot == self._boot:
             replay = session.ring.after(command.after_seq)
         head_seq = session.ring.head_seq
-        snapshot = session.snapshot(command.history) if replay is None else None
         self._attach(session, subscriber, command.role, replay or [])
+        snapshot = session.snapshot(command.history) if replay is None else None
         return SessionAttached(
             session=session.id,
             head_seq=head_seq,

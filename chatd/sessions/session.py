@@ -245,6 +245,8 @@ class Session:
             params=self.params,
             metadata=self.metadata,
             context_policy=self.context_policy,
+            writers=self._num_attached_as("writer"),
+            observers=self._num_attached_as("observer"),
         )
 
     @property
@@ -306,6 +308,9 @@ class Session:
     def num_attached(self) -> int:
         """Connections that are attached."""
         return len(self._subscriptions)
+
+    def _num_attached_as(self, role: AttachRole) -> int:
+        return sum(subscription.role == role for subscription in self._subscriptions.values())
 
     def connections(self) -> list[str]:
         """Return the names of the connections that are attached."""

@@ -196,6 +196,8 @@ class ScriptedDaemon(ScriptedTurns):
         except ConnectionClosed:
             pass
         finally:
+            for ident in list(self._attached.get(socket, ())):
+                await self._leave(socket, ident)
             self._attached.pop(socket, None)
             self._pool_wishes.pop(socket, None)
 
@@ -237,7 +239,7 @@ class ScriptedDaemon(ScriptedTurns):
                 session.context_policy = command.context_policy or "refuse"
                 session.items += [self._item(m.role, m.content, session) for m in command.messages]
                 self.sessions[session.id] = session
-                self._attached[socket].add(session.id)
+                await self._join(socket, session, "writer")
                 await self._reply(socket, p.SessionCreated(session=session.info(self.model), re=command.id), command)
             case p.SessionAttach():
                 await self._attach(socket, command)
@@ -256,7 +258,7 @@ class ScriptedDaemon(ScriptedTurns):
                 )
                 await self._emit(session, updated)
             case p.SessionDetach():
-                self._attached[socket].discard(command.session)
+                await self._leave(socket, command.session)
                 await self._reply(socket, p.SessionDetached(session=command.session, re=command.id))
             case p.SessionClose():
                 session = self._find(command.session)
@@ -286,7 +288,7 @@ class ScriptedDaemon(ScriptedTurns):
                     await self._reply(socket, state)
             case p.SessionFork():
                 created = self._fork(command)
-                self._attached[socket].add(created.session.id)
+                await self._join(socket, self.sessions[created.session.id], "writer")
                 await self._reply(socket, created, command)
             case p.UserMessage() | p.MessageEdit():
                 await self._user_message(command)
@@ -318,7 +320,7 @@ class ScriptedDaemon(ScriptedTurns):
 
     async def _attach(self, socket: ServerConnection, command: p.SessionAttach) -> None:
         session = self._find(command.session)
-        self._attached[socket].add(session.id)
+        await self._join(socket, session, command.role)
         first = session.ring[0].seq if session.ring else session.seq + 1  # type: ignore[union-attr]
         after = command.after_seq
         if after is not None and command.boot == self.boot and first <= after + 1 <= session.seq + 1:
@@ -336,6 +338,22 @@ class ScriptedDaemon(ScriptedTurns):
                 session=session.id, head_seq=session.seq, replay="snapshot", snapshot=snapshot, re=command.id
             ),
         )
+
+    async def _join(self, socket: ServerConnection, session: ScriptedSession, role: p.AttachRole) -> None:
+        """Attach a connection; the others are told."""
+        name = str(socket.id)
+        if session.roles.get(name) != role:
+            self._attached[socket].discard(session.id)
+            await self._broadcast(session, p.ClientAttached(session=session.id, connection=name, role=role))
+        session.roles[name] = role
+        self._attached[socket].add(session.id)
+
+    async def _leave(self, socket: ServerConnection, ident: str) -> None:
+        """Detach a connection; the others are told."""
+        self._attached[socket].discard(ident)
+        session = self.sessions.get(ident)
+        if session is not None and session.roles.pop(str(socket.id), None) is not None:
+            await self._broadcast(session, p.ClientLeft(session=ident, connection=str(socket.id)))
 
     def _blocks_per_cell(self) -> int:
         return -(-self.totals.blocks // max(1, len(self.cells)))

@@ -21,6 +21,7 @@ class ScriptedSession:
         items: The path to the head; a test may put messages there.
         ring: Events for those who come back.
         task: Of the answer in progress.
+        roles: Of the connections that are attached, by their names.
     """
 
     id: str
@@ -39,6 +40,7 @@ class ScriptedSession:
     task: asyncio.Task[None] | None = None
     cancelled: bool = False
     tree: dict[str, p.Item] = field(default_factory=dict)
+    roles: dict[str, p.AttachRole] = field(default_factory=dict)
 
     def info(self, model: p.ModelInfo) -> p.SessionInfo:
         """Describe it."""
@@ -59,6 +61,8 @@ class ScriptedSession:
             system=self.system,
             params=self.params,
             context_policy=self.context_policy,
+            writers=list(self.roles.values()).count("writer"),
+            observers=list(self.roles.values()).count("observer"),
         )
 
     def snapshot(self, model: p.ModelInfo) -> p.Snapshot:

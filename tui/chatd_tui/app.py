@@ -51,6 +51,8 @@ from chatd_tui.views import FoundRow, MeterView
 from chatd_tui.widgets.status import StatusView, TitleView
 
 QUIT_WINDOW_S = 2.0
+LIST_S = 5.0
+"""How old the list of conversations may be while one sees it."""
 
 
 class ChatApp(App[None], inherit_bindings=False):
@@ -116,6 +118,7 @@ class ChatApp(App[None], inherit_bindings=False):
         self.push_screen(self.chat)
         self.run_worker(self.daemons.run(), name="links", exit_on_error=True)
         self.run_worker(self._sent.load, group="history", thread=True)
+        self.set_interval(LIST_S, self._refresh_sessions)
 
     async def on_unmount(self) -> None:
         """End what the links still run."""
@@ -143,7 +146,7 @@ class ChatApp(App[None], inherit_bindings=False):
         """Show a session from its snapshot on."""
         snapshot = message.attached.snapshot
         if self._is_on_screen(message, message.attached.session) and snapshot is not None:
-            await self.conversation.show(snapshot)
+            await self.conversation.show(snapshot, self.link.role)
             self._draw_title(None)
             wanted, self._wanted = self._wanted, None
             if wanted is not None and not self.chat.show_message(wanted):
@@ -408,6 +411,11 @@ class ChatApp(App[None], inherit_bindings=False):
         self.push_screen(ConfirmScreen(question, about, verb), lambda yes: then() if yes else None)
 
     # Drawing.
+
+    def _refresh_sessions(self) -> None:
+        """Have the list as it is elsewhere too, while one sees it."""
+        if self.chat.sessions.display:
+            self.daemons.refresh_soon()
 
     def _show_type_ahead(self, text: str) -> None:
         self.chat.composer.border_subtitle = text or None

@@ -8,7 +8,10 @@ from collections.abc import Callable
 
 from chatd.clean import clean, clean_line
 from chatd.protocol import (
+    AttachRole,
     BranchSelected,
+    ClientAttached,
+    ClientLeft,
     Event,
     ItemAdded,
     OutputTextDelta,
@@ -82,8 +85,8 @@ class Conversation:
         if empty:
             await self._chat.transcript.show([])
 
-    async def show(self, snapshot: Snapshot) -> None:
-        """Draw a conversation from its snapshot on."""
+    async def show(self, snapshot: Snapshot, role: AttachRole = "writer") -> None:
+        """Draw a conversation, in which one has this role, from its snapshot on."""
         items = [ItemView.of(item) for item in snapshot.items]
         if snapshot.session.system and not any(item.role == "system" for item in items):
             items.insert(0, ItemView(SYSTEM_ID, "system", clean(snapshot.session.system)))
@@ -93,7 +96,7 @@ class Conversation:
         if self.busy:
             self._chat.status = status_text.progress(snapshot)
         elif self._chat.status.kind not in ("notice", "warning", "error"):
-            self._chat.status = StatusView()
+            self._chat.status = status_text.attached(snapshot.session, role)
         usage = snapshot.state.usage or {}
         tier = snapshot.state.tier or snapshot.session.tier
         self._draw_meter(context_used=usage.get("context_used", snapshot.session.context_used), tier=tier)
@@ -141,6 +144,9 @@ class Conversation:
                 told = status_text.moved(event)
                 if told is not None and chat.status.kind == "idle":
                     chat.status = told
+            case ClientAttached() | ClientLeft():
+                if chat.status.kind in ("idle", "notice"):
+                    chat.status = status_text.joined(event)
             case SessionTruncated():
                 chat.status = status_text.truncated(event)
             case SessionClosed():

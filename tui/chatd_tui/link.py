@@ -14,6 +14,8 @@ from chatd.config import Server
 from chatd.errors import ChatdError, InvalidRequest, NotFound
 from chatd.protocol import (
     AttachRole,
+    ClientAttached,
+    ClientLeft,
     ContextPolicy,
     EraseReceipt,
     Event,
@@ -86,6 +88,7 @@ class DaemonLink:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._connected = asyncio.Event()
         self._again = asyncio.Event()
+        self._connections: set[str] = set()
 
     @property
     def session(self) -> str | None:
@@ -277,6 +280,10 @@ class DaemonLink:
         except ChatdError as error:
             self._post(Refused(error))
 
+    def refresh_soon(self) -> None:
+        """Read the list of sessions again, and wait for nothing."""
+        self._start("list", self.refresh_sessions())
+
     def retry_now(self) -> None:
         """Try to connect at once."""
         self._again.set()
@@ -357,6 +364,8 @@ class DaemonLink:
             async for event in self._client.follow(session, role=self._role):
                 if isinstance(event, SessionAttached):
                     self._post(SessionOpened(event))
+                elif isinstance(event, ClientAttached | ClientLeft) and event.connection in self._connections:
+                    continue  # Of a connection that was lost here the daemon may hear later.
                 else:
                     self._post(SessionNews(session, event))
         except ChatdError as error:
@@ -390,7 +399,8 @@ class DaemonLink:
 
     def _on_state(self, state: ConnectionState) -> None:
         self._post(ConnectionChanged(state, self.hello))
-        if state.phase is ConnectionPhase.CONNECTED and self._connected.is_set():
+        if state.phase is ConnectionPhase.CONNECTED and self.hello is not None:
+            self._connections.add(self.hello.connection)
             # Others may have changed the list meanwhile, or the daemon is another one.
             self._start("list", self.refresh_sessions())
 

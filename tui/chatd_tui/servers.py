@@ -142,6 +142,12 @@ class Daemons:
         """Read every list of sessions again."""
         await asyncio.gather(*(daemon.link.refresh_sessions() for daemon in self))
 
+    def refresh_soon(self) -> None:
+        """Have every list of sessions that can be read now read again."""
+        for daemon in self:
+            if daemon.is_connected:
+                daemon.link.refresh_soon()
+
     async def search(self, query: str) -> list[FoundRow]:
         """Return the conversations in which a text is, of every daemon that is there.
 

@@ -6,10 +6,14 @@ from chatd.clean import clean_line
 from chatd.client import ConnectionPhase, ConnectionState
 from chatd.errors import AuthenticationError
 from chatd.protocol import (
+    AttachRole,
+    ClientAttached,
+    ClientLeft,
     ContextPolicy,
     EraseReceipt,
     SessionClosed,
     SessionCreated,
+    SessionInfo,
     SessionTier,
     SessionTruncated,
     Snapshot,
@@ -59,6 +63,22 @@ def connection_word(state: ConnectionState) -> str:
             if state.error is None:
                 return "connecting"
             return "loading" if state.error.error_code == "loading" else "no connection"
+
+
+def joined(event: ClientAttached | ClientLeft) -> StatusView:
+    """Say that another screen opened the conversation, or left it."""
+    if isinstance(event, ClientLeft):
+        return StatusView("notice", "another screen left this conversation")
+    what = "only watches" if event.role == "observer" else "can write here too"
+    return StatusView("notice", "another screen opened this conversation", f"it {what}")
+
+
+def attached(info: SessionInfo, role: AttachRole) -> StatusView:
+    """Say who else has a conversation open; nothing where nobody has."""
+    writers = info.writers - (role == "writer")
+    observers = info.observers - (role == "observer")
+    parts = [f"{number} {verb}" for number, verb in ((writers, "can write"), (observers, "only watch")) if number > 0]
+    return StatusView("notice", f"open elsewhere: {', '.join(parts)}") if parts else StatusView()
 
 
 def queued(position: int, why: str) -> StatusView:

@@ -89,10 +89,12 @@ class SessionRow:
 
     @classmethod
     def of(cls, info: SessionInfo, current: str | None) -> SessionRow:
-        """Build from the protocol's description."""
+        """Build from the protocol's description; `current` is the session that is attached here."""
         place = "" if info.tier == "device" else f" · {tier_word(info.tier)}"
         flags = f"{'pinned · ' if info.pinned else ''}{'archived · ' if info.archived else ''}"
-        detail = f"{flags}{info.num_items} msg · {short_number(info.context_used)} tok{place}"
+        num_attached = info.writers + info.observers - (info.id == current)
+        elsewhere = f"{others(num_attached)} · " if num_attached > 0 else ""
+        detail = f"{elsewhere}{flags}{info.num_items} msg · {short_number(info.context_used)} tok{place}"
         return cls(info.id, clean_line(info.title, 80) or "untitled", detail, info.busy, info.id == current)
 
 
@@ -138,6 +140,11 @@ class FoundRow:
         if found.passage is None:
             return cls(server, row)
         return cls(server, row, found.passage.item, clean_line(found.passage.text, 200))
+
+
+def others(number: int) -> str:
+    """Say how many other screens have a conversation open."""
+    return "open elsewhere" if number == 1 else f"open {number}× elsewhere"
 
 
 def tier_word(tier: str) -> str:
