@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import msgspec
+from rich import box
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Column, Table
@@ -13,6 +14,9 @@ from rich.table import Column, Table
 from chatd.clean import clean_line
 from chatd.client import Client, PoolState
 from chatd.protocol import Hello, SessionBlocks
+
+TITLE_LENGTH = 36
+"""A longer title is cut in a table; the JSON has all of it."""
 
 
 async def read_pool(url: str, key: str | None) -> tuple[Hello, PoolState]:
@@ -97,14 +101,14 @@ def as_tables(hello: Hello, state: PoolState) -> RenderableType:
             *(tenant.running, tenant.waiting, tenant.evicted, tenant.wanted_again),
         )
         tenants.add_row(escape(clean_line(tenant.tenant, 60)), *map(_number, numbers))
-    sessions = _table("session", "held", "shared", "exclusive", "bill", "tokens")
-    sessions.add_column("tier")
-    sessions.add_column("lease")
-    sessions.add_column("title", overflow="ellipsis")
+    sessions = _table("session", "held", "shared", "own", "bill", "tokens")
+    sessions.add_column("tier", no_wrap=True)
+    sessions.add_column("lease", no_wrap=True)
+    sessions.add_column("title", overflow="fold")
     for row in _most_first(state):
         bill = None if row.bill is None else f"{row.bill:.1f}"
         cells = (row.held, row.shared, row.held - row.shared, bill, row.tokens)
-        words = (clean_line(row.tier, 20), clean_line(lease(row), 20), clean_line(row.title, 80))
+        words = (clean_line(row.tier, 20), clean_line(lease(row), 20), clean_line(row.title, TITLE_LENGTH))
         sessions.add_row(escape(clean_line(row.session, 64)), *map(_number, cells), *map(escape, words))
     return Group(*map(escape, lines), tenants, sessions)
 
@@ -118,7 +122,8 @@ def _number(value: int | str | None) -> str:
 
 
 def _table(name: str, *numbers: str) -> Table:
-    return Table(Column(name, overflow="fold"), *(Column(number, justify="right") for number in numbers))
+    columns = (Column(number, justify="right", no_wrap=True) for number in numbers)
+    return Table(Column(name, overflow="fold"), *columns, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
 
 
 def _most_first(state: PoolState) -> list[SessionBlocks]:

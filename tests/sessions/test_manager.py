@@ -914,7 +914,7 @@ async def test_pool_frames_give_sessions_their_blocks_and_listeners_everything()
     engine.say(messages.PoolFrame(1, 64, 61, 0, 3, 1, 0, 0.0, 0, 0, [], [row]))
     usage = connection.events[-1]
     assert (usage.blocks_held, usage.blocks_shared) == (3, 1)
-    assert seen == [(1, {session.lease.id: (ANN, session.id, "mine", False)})]
+    assert seen == [(1, {session.lease.id: (ANN, session.id, "mine", False, None)})]
     remove()
     engine.say(messages.PoolFrame(2, 64, 61, 0, 3, 1, 0, 0.0, 0, 0, [], [row]))
     assert len(seen) == 1

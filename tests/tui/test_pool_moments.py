@@ -147,6 +147,14 @@ def test_before_the_first_frame_there_is_nothing_to_pause_at() -> None:
     assert (made.is_paused, made.shown, made.words()) == (False, None, "")
 
 
+def test_a_live_page_grows_older_and_a_paused_one_does_not() -> None:
+    made, clock = player(3)
+    clock.now = 10.0
+    assert made.elapsed_s == 8.0
+    made.toggle()
+    assert made.elapsed_s == 0.0
+
+
 def test_the_minute_of_a_pause_ends_with_it_and_goes_on_otherwise() -> None:
     made, clock = player(3)
     made.toggle()

@@ -8,6 +8,7 @@ from chatd.client import PoolState
 from chatd_tui.widgets.pool_cell import CellView, cell_at, cell_text, owner_words
 from chatd_tui.widgets.pool_tables import (
     SESSION_COLUMNS,
+    aged,
     bill_line,
     chosen_columns,
     lease_words,
@@ -101,6 +102,15 @@ def test_what_keeps_a_session_s_blocks_and_for_how_long() -> None:
         "idle",
         "–",
     ]
+
+
+def test_a_row_grows_older_while_nothing_comes() -> None:
+    idle, kept, older = aged(
+        [session(lease="idle", idle_s=10.0), session(lease="idle", idle_s=1.0, release_s=3.0), session()], 5.0
+    )
+    assert (idle.idle_s, idle.release_s) == (15.0, None)
+    assert (kept.idle_s, kept.release_s) == (6.0, 0.0)
+    assert (older.idle_s, older.release_s) == (None, None)
 
 
 def test_times_are_told_in_one_unit() -> None:

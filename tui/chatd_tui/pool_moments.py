@@ -156,6 +156,12 @@ class PoolPlayer:
         return self._paused or self.history.latest
 
     @property
+    def elapsed_s(self) -> float:
+        """Seconds since what is shown was told; 0 in a pause, which shows how it was."""
+        latest = self.history.latest
+        return 0.0 if self._paused is not None or latest is None else max(0.0, self.clock() - latest.at_s)
+
+    @property
     def past(self) -> PoolPast:
         """The minute before what is shown; without a pause it goes on although nothing comes."""
         return self.history.past(self._paused.at_s if self._paused is not None else self.clock())

@@ -23,7 +23,7 @@ from chatd_tui.widgets.key_line import KeyLine
 from chatd_tui.widgets.pool_cell import ASKING, LIVE_ONLY, NOT_TOLD, CellView, cell_at, cell_text
 from chatd_tui.widgets.pool_map import PoolMap, cells_for, legend
 from chatd_tui.widgets.pool_sparks import PoolSparks
-from chatd_tui.widgets.pool_tables import bill_line, session_table, tenant_table, totals_line
+from chatd_tui.widgets.pool_tables import aged, bill_line, session_table, tenant_table, totals_line
 
 BACK = ("Esc", "back")
 KEYS = (
@@ -194,6 +194,7 @@ class PoolScreen(Screen[None]):
         self._draw_head()
         if not self.player.is_paused:
             self._draw_sparks()
+            self._draw_sessions(self.player.shown.state)
             self._look_inside()
 
     def _draw(self) -> None:
@@ -234,14 +235,19 @@ class PoolScreen(Screen[None]):
             self.query_one(PoolSparks).show(self.player.past, moment.state.totals)
 
     def _draw_tables(self, state: PoolState) -> None:
+        self._draw_sessions(state)
         width = self.query_one("#tables").content_size.width
-        if state.sessions is not None:
-            self.query_one("#sessions", Static).update(session_table(state.sessions, width))
         for ident, content in (("#bills", bill_line(state)), ("#tenants", tenant_table(state.tenants, width))):
             part = self.query_one(ident, Static)
             part.display = content is not None
             if content is not None:
                 part.update(content)
+
+    def _draw_sessions(self, state: PoolState) -> None:
+        if state.sessions is not None:
+            rows = aged(state.sessions, self.player.elapsed_s)
+            width = self.query_one("#tables").content_size.width
+            self.query_one("#sessions", Static).update(session_table(rows, width))
 
     # The cell.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import msgspec
 from textual.content import Content
 
 from chatd.clean import clean_line
@@ -65,6 +66,18 @@ def lease_words(row: SessionBlocks) -> str:
 def bill_words(bill: float | None) -> str:
     """Return a number of blocks with one decimal, where it is known."""
     return UNKNOWN if bill is None else f"{bill:.1f}" if bill < 1000 else short_number(round(bill))
+
+
+def aged(rows: Sequence[SessionBlocks], seconds: float) -> list[SessionBlocks]:
+    """Return the rows as they are some seconds after they were told, where nothing happened since."""
+    return [
+        msgspec.structs.replace(
+            row,
+            idle_s=None if row.idle_s is None else row.idle_s + seconds,
+            release_s=None if row.release_s is None else max(0.0, row.release_s - seconds),
+        )
+        for row in rows
+    ]
 
 
 SESSION_COLUMNS: tuple[Column[SessionBlocks], ...] = (
