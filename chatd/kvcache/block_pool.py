@@ -297,11 +297,15 @@ class BlockPool:
             before = self.empty.length
             # Whoever holds a child holds its parent, so nobody holds any of these.
             for lost in entry.subtree():
-                self._note_eviction(lost)
+                loser = self.blocks[lost.block_id].account
+                assert loser is not None, "a cached block is charged to nobody"
+                loser.num_evicted += 1
+                loser.evicted.add(lost)
             self.unregister(block.block_id)
             self.num_evictions += self.empty.length - before
             return self.empty.popleft()
-        self._note_eviction(entry)
+        owner.num_evicted += 1
+        owner.evicted.add(entry)
         self.index.remove(entry)
         owner.cached.remove(block)
         block.entry = None
@@ -310,12 +314,6 @@ class BlockPool:
         if owner.floor:
             self.protect(owner)
         return block
-
-    def _note_eviction(self, entry: PrefixEntry) -> None:
-        account = self.blocks[entry.block_id].account
-        assert account is not None, "a cached block is charged to nobody"
-        account.num_evicted += 1
-        account.evicted.add(entry)
 
     def _most_over_share(self, account: Account) -> Account | None:
         """Return the tenant to take a cached block from: any at or below its floor is exempt, but for its own use."""

@@ -34,10 +34,10 @@ class RecentlyEvicted:
 
     def add(self, entry: PrefixEntry) -> None:
         """Remember an entry that is taken out of the index to make room."""
-        parent = entry.parent
-        self._serials[hash((entry.namespace, 0 if parent is None else parent.serial, entry.tokens))] = entry.serial
-        if len(self._serials) > self._max_remembered:
-            self._serials.popitem(last=False)
+        parent, serials = entry.parent, self._serials
+        serials[hash((entry.namespace, 0 if parent is None else parent.serial, entry.tokens))] = entry.serial
+        if len(serials) > self._max_remembered:
+            serials.popitem(last=False)
 
     def clear(self) -> None:
         """Forget all of them."""
