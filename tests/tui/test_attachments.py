@@ -117,7 +117,7 @@ async def test_a_file_is_completed_shown_and_sent(
         await wait_until(lambda: len(app.chat.transcript.views()) == 2 and not app.conversation.busy)
     [session] = daemon.sessions.values()
     assert session.items[0].content == "Run src/main.py\n\nsrc/main.py:\n```py\nprint(1)\n```"
-    assert session.title == "Run src/main.py src/main.py: ```py print(1) ```"
+    assert session.title == "Run src/main.py"
 
 
 async def test_a_file_that_is_named_before_there_is_a_connection_stays_in_the_input(

@@ -17,6 +17,7 @@ from chatd.testing.scripted_daemon import Script, ScriptedDaemon
 from chatd.testing.scripted_session import ScriptedSession
 from chatd_tui.app import ChatApp
 from chatd_tui.command_table import COMMANDS
+from chatd_tui.screens.form import FormScreen
 from chatd_tui.screens.found import FoundScreen
 from chatd_tui.screens.help import ConfirmScreen, HelpScreen
 from chatd_tui.screens.pool import PoolScreen
@@ -217,6 +218,12 @@ async def _(stage: Stage) -> None:
     assert stage.session.params == p.Params()
 
 
+@of("settings")
+async def _(stage: Stage) -> None:
+    await stage.enter("/settings")
+    await stage.on_screen(FormScreen)
+
+
 @of("context")
 async def _(stage: Stage) -> None:
     await stage.enter("/context drop-oldest")
@@ -246,6 +253,13 @@ async def _(stage: Stage) -> None:
         await stage.enter(f"/export {stage.folder / name}")
         await stage.told(f"{name}")
         assert "answer 1" in (stage.folder / name).read_text()
+
+
+@of("close")
+async def _(stage: Stage) -> None:
+    await stage.enter("/close")
+    await stage.told("closed: 7 blocks of memory given up")
+    assert stage.texts == ["one", "answer 1"]
 
 
 @of("erase")
@@ -317,10 +331,12 @@ REFUSED: dict[str, set[str]] = {
     "archive": {OFFLINE, BEFORE, OBSERVER},
     "system": {OFFLINE, OBSERVER},
     "set": {OFFLINE, OBSERVER},
+    "settings": {OFFLINE},
     "context": {OFFLINE, OLD, OBSERVER},
     "typeahead": {OFFLINE, OLD, OBSERVER},
     "watch": {OFFLINE, BEFORE},
     "export": {OFFLINE, BEFORE},
+    "close": {OFFLINE, BEFORE, OBSERVER, ANSWERING},
     "erase": {OFFLINE, OLD, BEFORE, OBSERVER},
     "pool": {OFFLINE},
     "palette": set(),

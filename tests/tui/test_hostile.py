@@ -10,12 +10,13 @@ from textual.widgets import OptionList
 
 from chatd import protocol as p
 from chatd.clean import clean, clean_line
+from chatd.client import FoundSession
 from chatd.testing.scripted_daemon import Script, ScriptedDaemon
 from chatd_tui.app import ChatApp
 from chatd_tui.messages import LinkChosen
 from chatd_tui.screens.found import FoundScreen
 from chatd_tui.screens.pool import session_table
-from chatd_tui.views import ItemView, ServerRow, SessionRow
+from chatd_tui.views import FoundRow, ItemView, ServerRow, SessionRow
 from chatd_tui.widgets.answer import AnswerMessage
 from chatd_tui.widgets.markdown_view import MarkdownView
 from chatd_tui.widgets.status import StatusView, TitleView
@@ -145,9 +146,17 @@ async def test_what_a_search_found_and_what_an_edit_shows_is_text(daemon: Script
             assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", app.chat.composer.text)
             app.chat.composer.leave_edit()
         for query in CORPUS[:: len(CORPUS) // 4]:
-            app.show_found(
-                query, [msgspec.structs.replace(session_info(text), id=f"s{n}") for n, text in enumerate(CORPUS)]
-            )
+            found_rows = [
+                FoundRow.of(
+                    FoundSession(
+                        msgspec.structs.replace(session_info(text), id=f"s{n}"),
+                        p.Passage(session=f"s{n}", item="m", text=text) if n % 2 else None,
+                    ),
+                    "",
+                )
+                for n, text in enumerate(CORPUS)
+            ]
+            app.show_found(query, found_rows)
             await wait_until(lambda: isinstance(app.screen, FoundScreen) and bool(app.screen.query(OptionList)))
             found = app.screen.query_one(OptionList)
             assert found.option_count == len(CORPUS)

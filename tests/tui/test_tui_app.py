@@ -212,6 +212,22 @@ async def test_on_a_narrow_terminal_the_sessions_lie_over_and_escape_hides_them(
         assert app.chat.query_one(Composer).has_focus
 
 
+async def test_a_terminal_that_becomes_narrow_hides_the_list_that_nobody_is_in(
+    daemon: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    app = make_app(daemon)
+    async with app.run_test(size=(120, 30)) as pilot:
+        await wait_until(connected(app))
+        await pilot.press("f3", "escape")
+        await wait_until(lambda: app.chat.query_one(Composer).has_focus)
+        sessions = app.chat.query_one(SessionList)
+        assert sessions.display
+        await pilot.resize_terminal(60, 20)
+        await wait_until(lambda: not sessions.display)
+        await pilot.resize_terminal(120, 30)
+        await wait_until(lambda: sessions.display)
+
+
 async def test_copy_goes_to_the_terminal_and_to_a_file_of_ones_own(
     daemon: ScriptedDaemon, make_app: MakeApp, wait_until, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from textual import events
 from textual.command import CommandPalette
 from textual.pilot import Pilot
 
@@ -565,3 +566,40 @@ async def test_a_closed_conversation_says_what_was_given_up_and_goes_on(
             await wait_until(lambda: any(session in attached for attached in daemon._attached.values()))
             await type_line(pilot, "three")
             await wait_until(lambda: texts(app)[-2:] == ["three", "answer 3"])
+
+
+async def test_keys_that_come_in_one_burst_are_each_obeyed_where_they_belong(
+    counting: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    def burst(app: ChatApp, *keys: str) -> None:
+        driver = app._driver
+        for key in keys:
+            driver.process_message(events.Key(key, key if len(key) == 1 else None))
+
+    async with counting as daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=SIZE) as pilot:
+            await talk(app, pilot, wait_until, "one")
+            burst(app, *"/pin", "enter", *"two", "enter", *"more")
+            await wait_until(idle(app, 4))
+            assert texts(app)[2] == "two"
+            assert daemon.sessions[app.link.session].pinned
+            assert app.chat.composer.text == "more"
+            burst(app, "tab", "up", "up")
+            await wait_until(lambda: app.chat.transcript.selected is not None)
+            await wait_until(lambda: app.chat.transcript.selected.text == "answer 1")
+            assert app.chat.composer.text == "more"
+
+
+async def test_what_a_command_says_just_before_an_answer_ends_can_be_read(make_app: MakeApp, wait_until) -> None:
+    async with ScriptedDaemon([Script(deltas=["a"], manual=True)]) as daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=SIZE) as pilot:
+            await wait_until(connected(app))
+            await type_line(pilot, "one")
+            await wait_until(lambda: app.conversation.busy)
+            await type_line(pilot, "/pin")
+            await wait_until(lambda: app.chat.status.text == "pinned")
+            daemon.release(2)
+            await wait_until(idle(app, 2))
+            assert app.chat.status.text == "pinned"

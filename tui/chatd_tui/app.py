@@ -230,15 +230,12 @@ class ChatApp(App[None], inherit_bindings=False):
             near = [f"/{close.name}" for close in similar(COMMANDS, typed.name)] if typed.name else []
             hint = f"did you mean {' or '.join(near)}?" if near else "/help lists them; // begins a message with /"
             self.chat.status = StatusView("warning", f"there is no command /{clean_line(typed.name, 40)}", hint)
-            return
-        if command.needs_argument and not typed.argument:
+            self.chat.composer.take_command_back(text)
+        elif command.needs_argument and not typed.argument:
             self.chat.status = StatusView("warning", f"/{command.name} wants {command.hint}", command.help)
-            return
-        # What is typed next belongs to what the command shows.
-        composer = self.chat.composer
-        composer.clear()
-        if not await self.run_command(command, typed.argument) and not composer.text:
-            composer.begin_command(text)
+            self.chat.composer.take_command_back(text)
+        elif not await self.run_command(command, typed.argument):
+            self.chat.composer.take_command_back(text)
 
     # Commands.
 
@@ -406,9 +403,20 @@ class ChatApp(App[None], inherit_bindings=False):
         self._interrupted_at = now
         self.chat.status = StatusView("notice", "press Ctrl+C once more to quit", "answers in progress go on")
 
-    def ask(self, question: str, about: str, verb: str, then: Callable[[], None]) -> None:
-        """Have something confirmed before it is done."""
-        self.push_screen(ConfirmScreen(question, about, verb), lambda yes: then() if yes else None)
+    def ask(
+        self,
+        question: str,
+        about: str,
+        verb: str,
+        then: Callable[[], None],
+        otherwise: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Have something confirmed before it is done; `otherwise` is called where it is not to be."""
+
+        def answered(yes: bool | None) -> None:
+            (then if yes else otherwise)()
+
+        self.push_screen(ConfirmScreen(question, about, verb), answered)
 
     # Drawing.
 

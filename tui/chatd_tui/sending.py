@@ -32,9 +32,11 @@ class Sending:
         app = self._app
         if app.conversation.busy:
             app.chat.status = StatusView("warning", "an answer is in progress", "Esc stops it, then send")
+            self._give_back(text, editing)
             return
         if app.link.role == "observer":
             app.chat.status = status_text.WATCHING
+            self._give_back(text, editing)
             return
         try:
             self._check_length(text)
@@ -43,6 +45,7 @@ class Sending:
                 self._frame_limit_bytes()
         except ChatdError as error:
             app.show_error(error)
+            self._give_back(text, editing)
             return
         if files:
             self._offer_to_attach(text, editing, files)
@@ -56,15 +59,23 @@ class Sending:
             self._app.run_worker(self._send_with(text, editing, files), group="commands")
 
         names = "\n".join(f"{file.name} ({file.size_bytes} bytes)" for file in files)
-        self._app.ask("Send the text of this with the message?", names, "send", attach)
+        self._app.ask(
+            "Send the text of this with the message?", names, "send", attach, lambda: self._give_back(text, editing)
+        )
 
     async def _send_with(self, text: str, editing: str | None, files: list[Attachment]) -> None:
         try:
             whole = await asyncio.to_thread(with_attachments, text, files, self._frame_limit_bytes())
         except ChatdError as error:
             self._app.show_error(error)
+            self._give_back(text, editing)
         else:
             self._say(whole, editing)
+
+    def _give_back(self, text: str, editing: str | None) -> None:
+        """Put a message that is not sent back into the input; an edited one is there still."""
+        if editing is None:
+            self._app.chat.composer.take_back(text)
 
     def _frame_limit_bytes(self) -> int:
         """Return how much a message may have, which only a daemon can say.
@@ -88,7 +99,6 @@ class Sending:
         app.chat.status = StatusView("busy", "sending")
         app.chat.transcript.select(None)
         if editing is None:
-            app.chat.composer.clear()
             app.link.send(text)
         else:
             app.chat.composer.end_edit()

@@ -72,6 +72,9 @@ class ChatScreen(Screen[None]):
 
     def on_resize(self, event: events.Resize) -> None:
         """Arrange for another size."""
+        if event.size.width < WIDE and self._sessions_wanted and not self.sessions.has_focus:
+            # Beside the transcript it was welcome; over it, it would hide what is read and typed.
+            self._sessions_wanted = None
         self._arrange(event.size.width, event.size.height)
 
     def _arrange(self, width: int, height: int) -> None:

@@ -115,7 +115,11 @@ class Composer(TextArea):
             self.styles.height = lines + 2
 
     async def _on_key(self, event: events.Key) -> None:
-        if event.key == "enter":
+        focused = self.screen.focused
+        if focused is not None and focused is not self:
+            # Typed before the keyboard went elsewhere, and meant for that.
+            focused.post_message(events.Key(event.key, event.character))
+        elif event.key == "enter":
             self._enter()
         elif event.key in NEWLINE_KEYS:
             self.insert("\n")
@@ -182,16 +186,25 @@ class Composer(TextArea):
         if self._offered.moved and self._offered.view.rows:
             self._complete()
         elif self.text.strip():
-            self.post_message(Submitted(self.message.strip("\n"), self.editing))
+            said = Submitted(self.message.strip("\n"), self.editing)
+            if self.editing is None:
+                # At once: keys that come right after are of what follows. What is refused is given back.
+                self.clear()
+            self.post_message(said)
 
     def take_back(self, message: str) -> None:
         """Put a message that was refused back, unless something else was begun."""
         if not self.text.strip():
             self._write(self._pasted.shown(as_typed(message)))
 
+    def take_command_back(self, text: str) -> None:
+        """Put a command that was refused back, unless something else was begun."""
+        if not self.text.strip():
+            self.begin_command(text)
+
     def begin_command(self, text: str) -> None:
         """Let a command be finished here."""
-        self._write(text)
+        self._write(self._pasted.shown(text))
         self._offer()
 
     def begin_edit(self, item_id: str, message: str) -> None:
