@@ -1,14 +1,14 @@
 """The connection under a client: one socket that comes back, and the routing of what it brings.
 
 One task connects, reads and connects again. Each frame is applied without a pause, so that everybody sees events in
-the order they came in. What knows sessions' contents is `session`; what an app calls is `client`.
+the order they came in. What knows sessions' contents is `session`, what waits for answers is in `waiting`, and what an
+app calls is `client`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import random
 from collections.abc import Callable
 from types import TracebackType
@@ -21,14 +21,16 @@ from websockets.asyncio.client import connect as open_websocket
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 from websockets.typing import Subprotocol
 
-from chatd.client.errors import FATAL, error_from, error_of_close, error_of_connect
+from chatd.client.address import websocket_url
+from chatd.client.errors import FATAL, error_of_close, error_of_connect
 from chatd.client.pool import PoolReader, PoolState, apply_frame, combined
 from chatd.client.session import Session
+from chatd.client.state import ConnectionPhase, ConnectionState
+from chatd.client.waiting import Waiting, WaitingCommands
 from chatd.config import check_key_transport
 from chatd.errors import ChatdError, EngineError, InvalidRequest, NotFound, Unavailable
 from chatd.protocol import (
     SUBPROTOCOL,
-    WEBSOCKET_PATH,
     Command,
     Error,
     Event,
@@ -36,14 +38,10 @@ from chatd.protocol import (
     PoolDelta,
     PoolSnapshot,
     RateLimitsUpdated,
-    ResponseCompleted,
-    ResponseFailed,
-    ResponseIncomplete,
     ServerDraining,
     SessionAttached,
     SessionCreated,
     SessionErased,
-    TranscriptEvent,
     decode_event,
     encode,
 )
@@ -53,49 +51,8 @@ MAX_BACKOFF_S = 10.0
 MAX_LOADING_S = 1.0
 MAX_EVENT_BYTES = 64 * 1024 * 1024
 _STABLE_S = 5.0
-_TERMINAL = (ResponseCompleted, ResponseIncomplete, ResponseFailed)
-_TRANSCRIPT = TranscriptEvent.__args__
 
 E = TypeVar("E")
-
-
-class ConnectionPhase(enum.StrEnum):
-    """Where a client stands with its daemon."""
-
-    CONNECTING = "connecting"
-    CONNECTED = "connected"
-    WAITING = "waiting"
-    CLOSED = "closed"
-
-
-class ConnectionState(msgspec.Struct, frozen=True):
-    """The connection as a screen shows it.
-
-    Attributes:
-        phase: Where the client stands.
-        attempt: Tries since the last good connection.
-        retry_in_s: While waiting, how long.
-        error: Why the last connection or try failed.
-    """
-
-    phase: ConnectionPhase
-    attempt: int = 0
-    retry_in_s: float = 0.0
-    error: ChatdError | None = None
-
-
-class _Pending:
-    """A command that waits for its answer."""
-
-    __slots__ = ("command", "ends_with_response", "expect", "future", "num_sends", "session")
-
-    def __init__(self, command: Command, expect: type, session: str | None, future: asyncio.Future[Any] | None) -> None:
-        self.command = command
-        self.expect = expect
-        self.session = session
-        self.future = future
-        self.ends_with_response = False
-        self.num_sends = 0
 
 
 class _EventHead(msgspec.Struct):
@@ -106,26 +63,6 @@ class _EventHead(msgspec.Struct):
     seq: Any = None
     seq_from: Any = None
     re: Any = None
-
-
-def websocket_url(url: str) -> str:
-    """Return the address of the native socket for "host:port", "http(s)://…" or "ws(s)://…".
-
-    Raises:
-        InvalidRequest: Not such an address, or it holds a key.
-    """
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    scheme = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}.get(parts.scheme)
-    try:
-        named = bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        named = False
-    if scheme is None or not named:
-        raise InvalidRequest(f"{url!r} is not the address of a daemon, such as http://127.0.0.1:8790", param="url")
-    if "@" in parts.netloc or parts.query:
-        raise InvalidRequest("a key does not belong in an address, give it as `key`", param="url")
-    path = parts.path if parts.path.strip("/") else WEBSOCKET_PATH
-    return f"{scheme}://{parts.netloc}{path}"
 
 
 def _jittered_backoff(attempt: int) -> float:
@@ -161,7 +98,7 @@ class Connection:
         self._socket: ClientConnection | None = None
         self._state = ConnectionState(ConnectionPhase.CLOSED)
         self._sessions: dict[str, Session] = {}
-        self._pending: dict[str, _Pending] = {}
+        self._waiting = WaitingCommands()
         self._pool_readers: list[PoolReader] = []
         self._pool_state: PoolState | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -235,21 +172,19 @@ class Connection:
                 f"{self._hello.limits.frame_bytes} (limits.frame_bytes)",
                 code="frame_too_large",
             )
-        assert command.id is not None
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        pending = _Pending(command, expect, session, future)
-        pending.ends_with_response = ends_with_response
-        self._pending[command.id] = pending
+        waiting = Waiting(command, expect, session, future, ends_with_response=ends_with_response)
+        self._waiting.add(waiting)
         try:
             if self._socket is not None:
-                pending.num_sends += 1
+                waiting.num_sends += 1
                 # A connection that is lost here is noticed by the reader, and the command is sent again.
                 with contextlib.suppress(ConnectionClosed):
                     await self._socket.send(text)
             answer = await future
         finally:
-            self._pending.pop(command.id, None)
-        return cast(E, answer), pending.num_sends
+            self._waiting.forget(command.id)
+        return cast(E, answer), waiting.num_sends
 
     def _spawn(self, command: Command) -> None:
         """Send a command whose answer nobody waits for, in a task that the client owns."""
@@ -342,29 +277,28 @@ class Connection:
 
     async def _restore(self, socket: ClientConnection) -> None:
         """Attach again where the last connection stopped, then send what was not answered."""
-        for ident in [ident for ident, pending in self._pending.items() if pending.future is None]:
-            del self._pending[ident]
+        self._waiting.forget_attachments()
         for session in list(self._sessions.values()):
             session._resyncing = False
             if session._attached:
                 command = session._resume_command(fresh=False)
-                self._pending[command.id or ""] = _Pending(command, SessionAttached, session.id, None)
+                self._waiting.reattach(command, session.id)
                 await socket.send(encode(command))
         wish = combined([reader.wish for reader in self._pool_readers])
         if wish is not None:
             await socket.send(encode(msgspec.structs.replace(wish, id=None)))
-        # From here on `_ask` sends by itself; what is pending now it sent to a connection that is gone, or not at all.
-        again = [pending for pending in self._pending.values() if pending.future is not None]
+        # From here on `_ask` sends by itself; what waits now it sent to a connection that is gone, or not at all.
+        again = self._waiting.asked()
         self._socket = socket
-        for pending in again:
-            pending.num_sends += 1
-            await socket.send(encode(pending.command))
+        for waiting in again:
+            waiting.num_sends += 1
+            await socket.send(encode(waiting.command))
 
     def _resync(self, session: Session, *, fresh: bool) -> None:
         """Ask for what is missing after a gap; `fresh` asks for a snapshot."""
         session._resyncing = True
         command = session._resume_command(fresh=fresh)
-        self._pending[command.id or ""] = _Pending(command, SessionAttached, session.id, None)
+        self._waiting.reattach(command, session.id)
         self._spawn(command)
 
     def _set_state(self, state: ConnectionState) -> None:
@@ -376,10 +310,7 @@ class Connection:
         """Give up: everything that waits ends with `error`."""
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(error)
-        for pending in list(self._pending.values()):
-            if pending.future is not None and not pending.future.done():
-                pending.future.set_exception(error)
-        self._pending.clear()
+        self._waiting.end(error)
         for ident in list(self._sessions):
             self._drop_session(ident, error)
         for reader in self._pool_readers:
@@ -422,34 +353,12 @@ class Connection:
                         self._drop_session(owner.id, NotFound("this session was erased", code="erased"))
                 elif isinstance(event, Error) and event.re is None:
                     self._notify(event)
-        self._answer(event)
-
-    def _answer(self, event: Event) -> None:
-        if isinstance(event, _TERMINAL):
-            self._response_ended(event.session)
-        re: str | None = getattr(event, "re", None)
-        pending = self._pending.get(re) if re else None
-        if pending is None:
-            return
-        if isinstance(event, Error):
-            error = error_from(event.error)
-            if pending.future is None:
-                # The daemon no longer has a session that this client was attached to.
-                del self._pending[re or ""]
-                self._drop_session(pending.session or "", error)
-            elif not pending.future.done():
-                pending.future.set_exception(error)
-        elif isinstance(event, pending.expect) and not pending.ends_with_response:
-            if pending.future is None:
-                del self._pending[re or ""]
-            elif not pending.future.done():
-                pending.future.set_result(event)
+        lost = self._waiting.take(event)
+        if lost is not None:
+            self._drop_session(*lost)
 
     def _response_ended(self, session: str) -> None:
-        for pending in self._pending.values():
-            future = pending.future
-            if pending.ends_with_response and pending.session == session and future is not None and not future.done():
-                future.set_result(None)
+        self._waiting.response_ended(session)
 
     def _pass_over(self, text: str | bytes, *, readable: bool) -> None:
         """Step over an event that is not known here, so that its `seq` leaves no gap.
@@ -460,11 +369,8 @@ class Connection:
             head = msgspec.json.decode(text, type=_EventHead)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return
-        pending = self._pending.get(head.re) if isinstance(head.re, str) else None
-        if pending is not None and pending.future is not None and not pending.future.done():
-            pending.future.set_exception(
-                InvalidRequest(f"the daemon's answer {head.type[:64]!r} is not readable here", code="protocol_error")
-            )
+        unreadable = f"the daemon's answer {head.type[:64]!r} is not readable here"
+        self._waiting.refuse(head.re, InvalidRequest(unreadable, code="protocol_error"))
         session = self._sessions.get(head.session) if isinstance(head.session, str) else None
         if session is None or type(head.seq) is not int or head.seq <= session.seq:
             return

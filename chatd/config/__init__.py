@@ -5,7 +5,14 @@ name. Everything here is data; whoever uses a setting checks it against the mach
 
 All of it can be had from here: what there is to set (`settings`), how it is merged (`loading`), where things are
 (`folders`), where a client connects (`connecting`, `servers`), and what an address is (`addresses`).
+
+What the daemon sets is imported when it is first asked for: a client has no need of pydantic.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from chatd.config.addresses import DEFAULT_PORT, is_loopback, local_url, proxy_networks
 from chatd.config.connecting import ClientDefaults, check_key_transport, client_defaults, input_history_path
@@ -20,26 +27,28 @@ from chatd.config.folders import (
     state_dir,
     usual_keys_path,
 )
-from chatd.config.loading import CLIENT_VARIABLES, LoadedSettings, child_environment, leaves, load_settings
 from chatd.config.servers import Server, chosen_servers, read_servers, servers_path, single_server
-from chatd.config.settings import (
-    BUILT_IN_MODEL,
-    ENV_NESTED,
-    ENV_PREFIX,
-    MAX_PUBLIC_PROMPTS,
-    EngineSettings,
-    JournalSettings,
-    LogSettings,
-    ModelSettings,
-    PublicPromptSettings,
-    QuotaSettings,
-    ServerSettings,
-    SessionSettings,
-    Settings,
-    TenantSettings,
-    parse_bytes,
-    private_settings,
-)
+
+if TYPE_CHECKING:
+    from chatd.config.loading import CLIENT_VARIABLES, LoadedSettings, child_environment, leaves, load_settings
+    from chatd.config.settings import (
+        BUILT_IN_MODEL,
+        ENV_NESTED,
+        ENV_PREFIX,
+        MAX_PUBLIC_PROMPTS,
+        EngineSettings,
+        JournalSettings,
+        LogSettings,
+        ModelSettings,
+        PublicPromptSettings,
+        QuotaSettings,
+        ServerSettings,
+        SessionSettings,
+        Settings,
+        TenantSettings,
+        parse_bytes,
+        private_settings,
+    )
 
 __all__ = [
     "BUILT_IN_MODEL",
@@ -86,3 +95,15 @@ __all__ = [
     "state_dir",
     "usual_keys_path",
 ]
+
+_DAEMONS = ("loading", "settings")
+
+
+def __getattr__(name: str) -> Any:
+    """Import what only the daemon has use for."""
+    if name in __all__:
+        for module in _DAEMONS:
+            found = import_module(f"chatd.config.{module}")
+            if hasattr(found, name):
+                return getattr(found, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

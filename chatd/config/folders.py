@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from chatd.config.settings import Settings
+if TYPE_CHECKING:
+    from chatd.config.settings import Settings
 
 
 def config_dir() -> Path:

@@ -654,8 +654,8 @@ async def test_the_readmes_example_runs() -> None:
     assert output == b"Paris."
 
 
-def test_the_client_needs_neither_torch_nor_textual() -> None:
-    heavy = "'torch', 'textual', 'transformers', 'numpy'"
+def test_the_client_needs_neither_torch_nor_textual_nor_pydantic() -> None:
+    heavy = "'torch', 'textual', 'transformers', 'numpy', 'pydantic', 'pydantic_settings'"
     code = f"import sys, chatd.client; print([name for name in ({heavy}) if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
