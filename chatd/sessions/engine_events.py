@@ -263,6 +263,7 @@ class EngineEvents:
             self._set_tier(session, Tier.TOKENS, "restart")
 
     def _on_pool(self, frame: PoolFrame) -> None:
+        self._inspections.num_held = frame.num_held
         for row in frame.leases:
             session = self._by_lease.get(row.lease)
             if session is None:

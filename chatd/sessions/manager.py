@@ -198,7 +198,7 @@ class SessionManager:
             today=lambda: date_of(clock()),
             monotonic=monotonic,
         )
-        inspections = Inspections(engine)
+        inspections = Inspections(engine, monotonic)
         self.inspect_blocks = inspections.ask
         self._events = EngineEvents(
             self._runner,

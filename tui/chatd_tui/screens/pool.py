@@ -300,6 +300,7 @@ class PoolScreen(Screen[None]):
         if self.has_class("-cell"):
             self._look.leave()
             self.remove_class("-cell")
+            self.call_after_refresh(self._ask)
             return
         self.dismiss()
 
