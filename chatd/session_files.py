@@ -152,9 +152,13 @@ def _check_values(file: SessionFile) -> None:
             raise InvalidRequest(f"message {message.id[:64]!r} is no answer, or has no parameters", param="file")
     times = [session.created_at, session.updated_at, *(message.created_at for message in file.messages)]
     counts = [session.num_items, session.num_tokens, session.num_bytes]
-    counts += [count for message in file.messages for count in (message.num_deaths, message.num_inherited)]
+    counts += [count for message in file.messages for count in _counts(message)]
     if not all(0 <= time < _MAX_TIME for time in times) or not all(0 <= count < 2**31 for count in counts):
         raise InvalidRequest("a time or a count is out of range", param="file")
+
+
+def _counts(message: MessageRecord) -> tuple[int, ...]:
+    return message.num_deaths, message.num_crashes, message.crashed_at, message.num_inherited
 
 
 def _ended(file: SessionFile) -> SessionFile:

@@ -3,6 +3,7 @@
 ```
 DIRECTORY/           0700, this user's own
   lock               held by the one daemon that uses the directory; says which process, and where it answers
+  crash              what the daemon before wrote in the moment in which it crashed; empty where it did not
   journal.db         0600, and beside it -wal and -shm, which SQLite makes with the same mode
 ```
 """
@@ -15,6 +16,7 @@ import stat
 from pathlib import Path
 
 from chatd.errors import ConfigError
+from chatd.journal.crash_note import NAME as CRASH_NOTE
 
 DATABASE = "journal.db"
 _LOCK = "lock"
@@ -96,7 +98,7 @@ def check_directory(path: Path) -> None:
             param=_PARAM,
             hint=f"chmod 700 {path}",
         )
-    for name in (*_DATABASE_FILES, _LOCK):
+    for name in (*_DATABASE_FILES, _LOCK, CRASH_NOTE):
         file = path / name
         try:
             status = file.lstat()

@@ -66,6 +66,9 @@ class _MessageDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     key_id: str = ""
     request_class: str = "interactive"
     num_deaths: int = 0
+    num_crashes: int = 0
+    crashed_at: int = 0
+    is_tried: bool = False
     num_inherited: int = 0
     log_system: str = ""
     context_from: str | None = None
@@ -155,6 +158,9 @@ def message_row(message: MessageRecord) -> MessageRow:
         key_id=message.key_id,
         request_class=message.request_class,
         num_deaths=message.num_deaths,
+        num_crashes=message.num_crashes,
+        crashed_at=message.crashed_at,
+        is_tried=message.is_tried,
         num_inherited=message.num_inherited,
         log_system=message.log_system,
         context_from=message.context_from,
@@ -201,6 +207,9 @@ def message_record(row: MessageRow) -> MessageRecord:
         key_id=details.key_id,
         request_class=details.request_class,
         num_deaths=details.num_deaths,
+        num_crashes=details.num_crashes,
+        crashed_at=details.crashed_at,
+        is_tried=details.is_tried,
         num_inherited=details.num_inherited,
         log_system=details.log_system,
         context_from=details.context_from,

@@ -23,6 +23,7 @@ import msgspec
 
 from chatd.errors import ConfigError, EnvironmentProblem, StorageError
 from chatd.journal.checkpoints import LOG_BYTES, Checkpointer
+from chatd.journal.crash_note import CrashNote
 from chatd.journal.directory import JournalDirectory
 from chatd.journal.reader import JournalReader, connect_to_read, open_files
 from chatd.journal.records import (
@@ -56,10 +57,11 @@ class Journal:
         directory: Where it is.
     """
 
-    def __init__(self, directory: JournalDirectory) -> None:
+    def __init__(self, directory: JournalDirectory, *, notes_crashes: bool = False) -> None:
         self.directory = directory.path
         self._directory = directory
         self._is_closed = False
+        self._crash_note = CrashNote(directory.path, is_own=notes_crashes)
         self._readers = {
             name: (JournalReader(connect_to_read(directory.database)), ThreadPoolExecutor(1, f"journal-{name}"))
             for name in ("reads", "searches")
@@ -68,8 +70,12 @@ class Journal:
         self._writer = JournalWriter(lambda: _connect(directory.database), directory.path, self._checkpointer)
 
     @classmethod
-    def open(cls, directory: Path) -> Self:
+    def open(cls, directory: Path, *, notes_crashes: bool = False) -> Self:
         """Open the journal of a directory, which is made where it is not there; only one process at a time can.
+
+        Args:
+            directory: Where it is.
+            notes_crashes: What a fault in native code does to this process is noted in the directory, and nowhere else.
 
         Raises:
             JournalInUse: Another process has it; says which.
@@ -91,7 +97,7 @@ class Journal:
                 # What crashes left in the log is moved now, however short the daemons lived.
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
                 # While this one is open, so that the last one to close does not take the log away.
-                return cls(place)
+                return cls(place, notes_crashes=notes_crashes)
             finally:
                 connection.close()
         except DATABASE_ERRORS as error:
@@ -108,6 +114,15 @@ class Journal:
     def num_transactions(self) -> int:
         """How many transactions were committed since the start."""
         return self._writer.num_transactions
+
+    @property
+    def crash(self) -> str:
+        """What the daemon before wrote as a fault in native code ended it; "" where something else did."""
+        return self._crash_note.found
+
+    def note_crashes(self) -> None:
+        """Forget the crash that was found: it is counted; and have one of this process noted from now on."""
+        self._crash_note.renew()
 
     def announce(self, url: str) -> None:
         """Say where the daemon answers that has the journal; where that cannot be written, commands are told it."""
@@ -129,6 +144,7 @@ class Journal:
             reader.close()
         self._checkpointer.close()
         self._writer.close()
+        self._crash_note.close()
         self._directory.close()
 
     async def commit(self, changes: Sequence[Change]) -> None:

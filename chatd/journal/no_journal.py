@@ -10,6 +10,11 @@ from chatd.journal.records import Change, Erased, Match, MessageRecord, SaveAnsw
 class NoJournal:
     """Takes every change and forgets it; as `sessions.ports.Journal`."""
 
+    crash = ""
+
+    def note_crashes(self) -> None:
+        """Do nothing."""
+
     async def commit(self, changes: Sequence[Change]) -> None:
         """Return at once."""
 

@@ -101,6 +101,9 @@ class MessageRecord(msgspec.Struct, frozen=True, kw_only=True):
         key_id: Of an answer: whose key asked for it, for its usage.
         request_class: Of an answer: its place in the schedule.
         num_deaths: Of an answer in flight: engine processes that died while it ran.
+        num_crashes: Of an answer in flight: crashes of the daemon that it may have been the reason for.
+        crashed_at: Of an answer in flight: how many tokens it had at the last of them.
+        is_tried: Of an answer in flight that is suspected of one: it is the only one of those that is gone on with.
         num_inherited: Of an answer that goes on from another one: the ids that it began with.
         log_system: Of an answer that begins a log, as `sessions.conversation.Node`.
         context_from: Likewise.
@@ -123,6 +126,9 @@ class MessageRecord(msgspec.Struct, frozen=True, kw_only=True):
     key_id: str = ""
     request_class: str = "interactive"
     num_deaths: int = 0
+    num_crashes: int = 0
+    crashed_at: int = 0
+    is_tried: bool = False
     num_inherited: int = 0
     log_system: str = ""
     context_from: str | None = None

@@ -109,7 +109,7 @@ class Backend:
         if settings.journal.enabled:
             # Before anything large: another daemon may have it.
             daemon.report("opening the journal", 0.0)
-            self._journal = await open_journal(settings, time.time())
+            self._journal = await open_journal(settings, time.time(), notes_crashes=daemon.owns_process)
             daemon.usage = self._journal.usage
             self._journal.announce(local_url(daemon.url))
         files = await _in_daemon_thread(lambda: self._resolve(settings.model.name, daemon.report))
@@ -202,14 +202,16 @@ def retention_of(settings: Settings) -> tuple[dict[str, float], float | None]:
     return {name: days for name, days in named.items() if days is not None}, settings.journal.retention_days
 
 
-async def open_journal(settings: Settings, now: float) -> Journal:
+async def open_journal(settings: Settings, now: float, *, notes_crashes: bool = False) -> Journal:
     """Return the journal, without the sessions that are kept no longer.
 
     Raises:
         ConfigError: Another process has it, or the directory cannot be used.
         StorageError: It cannot be written.
     """
-    journal = await asyncio.to_thread(Journal.open, journal_directory(settings))
+    journal = await asyncio.to_thread(Journal.open, journal_directory(settings), notes_crashes=notes_crashes)
+    if journal.crash:
+        logger.error("server.crashed_before", fault=journal.crash)
     days, default_days = retention_of(settings)
     try:
         expired = []

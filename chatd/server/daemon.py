@@ -79,6 +79,7 @@ class Daemon:
     Attributes:
         usage: Reads the tokens that were counted; None where nothing is kept.
         url: Where it listens; "" before that.
+        owns_process: Nobody else handles this process' signals.
     """
 
     def __init__(self, settings: Settings, keys: KeyStore, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -116,6 +117,7 @@ class Daemon:
         self.connections: set[Connection] = set()
         self.streams: set[Stream] = set()
         self.url = ""
+        self.owns_process = False
         self.draining = False
         self.usage: ReadUsage | None = None
         self.on_frame_limit: Callable[[int], None] | None = None

@@ -97,7 +97,7 @@ async def serve_async(
     config = uvicorn_config(build_app(daemon), settings.server)
     listener = bind(settings.server.host, settings.server.port)
     url = _url_of(listener, has_tls=bool(tls))
-    daemon.url = url
+    daemon.url, daemon.owns_process = url, handle_signals
     backend = make_backend(daemon, settings)
     failure: list[BaseException] = []
 

@@ -7,10 +7,11 @@ holds its lock and has it loaded; whoever only reads does so in the step of the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from chatd.journal.records import MessageRecord
 from chatd.sessions.model_profile import ModelProfile
 from chatd.sessions.ports import Journal
 from chatd.sessions.recorder import Recorder
@@ -33,8 +34,12 @@ class SessionLoader:
         self._model = model
         self._loading: dict[str, asyncio.Task[None]] = {}
 
-    async def load(self, session: Session) -> None:
+    async def load(self, session: Session, messages: Sequence[MessageRecord] | None = None) -> None:
         """Return when a session's messages are in memory.
+
+        Args:
+            session: Which.
+            messages: What the journal has, where that was read already.
 
         Raises:
             StorageError: The journal cannot be read.
@@ -42,17 +47,17 @@ class SessionLoader:
         while not session.is_loaded:
             loading = self._loading.get(session.id)
             if loading is None:
-                loading = asyncio.get_running_loop().create_task(self._load(session), name="session loading")
+                loading = asyncio.get_running_loop().create_task(self._load(session, messages), name="session loading")
                 self._loading[session.id] = loading
                 loading.add_done_callback(lambda _done: self._loading.pop(session.id, None))
             await asyncio.shield(loading)
 
-    async def _load(self, session: Session) -> None:
+    async def _load(self, session: Session, known: Sequence[MessageRecord] | None) -> None:
         record = session.stored
         # What is in progress beside the head was to be taken out, and is still there for want of room.
         messages = [
             message
-            for message in await self._journal.messages(session.id)
+            for message in (await self._journal.messages(session.id) if known is None else known)
             if message.status != "in_progress" or message.id == record.head
         ]
         model = self._model()

@@ -648,6 +648,7 @@ class SessionManager:
 
     async def settle(self) -> None:
         """Return when what was begun is durable, as far as the journal takes it: before that is closed."""
+        await self._recovery.close()
         await self._recorder.settle()
 
     def _on_turn_ended(self, turn: Turn, committed: bool) -> None:

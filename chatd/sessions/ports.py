@@ -78,6 +78,15 @@ class Journal(Protocol):
     All methods are called on the event loop, which none of them blocks for longer than a dictionary's work.
     """
 
+    @property
+    def crash(self) -> str:
+        """What the daemon before wrote as a fault in native code ended it; "" where something else did."""
+        ...
+
+    def note_crashes(self) -> None:
+        """Forget the crash that was found: it is counted; and have one of this process noted from now on."""
+        ...
+
     async def commit(self, changes: Sequence[Change]) -> None:
         """Return when all changes are durable; commits that come together share one (group commit).
 

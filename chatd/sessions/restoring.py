@@ -59,6 +59,7 @@ class Restorer:
         self._text_of = text_of
         self._monotonic = monotonic
         self._waiting: list[Turn] = []
+        self._held: set[Turn] = set()
         self._retry: asyncio.TimerHandle | None = None
 
     def interrupt(self, turn: Turn, reason: str) -> None:
@@ -94,6 +95,11 @@ class Restorer:
         if self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(RETRY_S, self.resume)
 
+    def release(self, turn: Turn) -> None:
+        """Let a turn go on that was held."""
+        self._held.discard(turn)
+        self.resume()
+
     def resume(self) -> None:
         """Submit what waits, in order; what no engine takes goes on waiting."""
         if self._retry is not None:
@@ -102,6 +108,10 @@ class Restorer:
         waiting, self._waiting = self._waiting, []
         for turn in waiting:
             if turn.is_ending:
+                self._held.discard(turn)
+                continue
+            if turn in self._held:
+                self._waiting.append(turn)
                 continue
             end = _end_of(turn)
             if end is not None:
@@ -116,8 +126,11 @@ class Restorer:
                 _log.exception("an answer of %s could not go on", turn.session.id)
                 self._ends.fail(turn, EngineError(f"the answer could not go on: {type(error).__name__}"))
 
-    def take_up(self, session: Session, record: MessageRecord) -> Turn:
-        """Go on with an answer that the journal has in progress, for nobody in particular."""
+    def take_up(self, session: Session, record: MessageRecord, *, is_held: bool = False) -> Turn:
+        """Go on with an answer that the journal has in progress, for nobody in particular.
+
+        One that is held is submitted when it is released.
+        """
         answer, sampling = session.conversation.get(record.id), record.sampling
         assert answer is not None and sampling is not None, f"{record.id} is no answer of {session.id}"  # noqa: PT018
         room = self._model().context - answer.num_tokens
@@ -143,6 +156,8 @@ class Restorer:
             answer.append_text(delta.text)
         session.turn = turn
         self._ends.num_by_owner[session.owner] += 1
+        if is_held:
+            self._held.add(turn)
         self.wait(turn)
         return turn
 

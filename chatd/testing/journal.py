@@ -37,6 +37,7 @@ class MemoryJournal:
     """
 
     def __init__(self) -> None:
+        self.crash = ""
         self.error: StorageError | None = None
         self.before_commit: Callable[[Sequence[Change]], None] | None = None
         self.commits: list[list[Change]] = []
@@ -45,6 +46,10 @@ class MemoryJournal:
         self._messages: dict[str, MessageRecord] = {}
         self._members: dict[str, list[str]] = {}
         self._answers: dict[tuple[str, str, str], SaveAnswer] = {}
+
+    def note_crashes(self) -> None:
+        """Forget the crash that was found."""
+        self.crash = ""
 
     async def commit(self, changes: Sequence[Change]) -> None:
         """Take all changes, or none."""

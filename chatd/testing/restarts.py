@@ -69,6 +69,15 @@ class RestartingDaemon:
             await asyncio.sleep(0)
         self.engine.flush()
 
+    async def until(self, is_so: Callable[[], bool], *, step: bool = False) -> None:
+        """Return once something is so, with a step of the engine each time it is not."""
+        async with asyncio.timeout(10):
+            while not is_so():
+                if step and self.engine.running:
+                    self.engine.step()
+                await asyncio.sleep(0.001)
+                self.engine.flush()
+
     async def run(self) -> None:
         """Let every answer come to its end."""
         self.engine.run()

@@ -15,17 +15,21 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import traceback
+from array import array
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
 from chatd.config import Settings, journal_directory, local_url
 from chatd.engine.client import EngineClient
+from chatd.engine.messages import FrontMessage, Submit
 from chatd.journal.journal import Journal
+from chatd.journal.records import ID_TYPE
 from chatd.server.backend import Backend, session_limits
 from chatd.server.daemon import Daemon
 from chatd.server.logging import configure_logging
@@ -39,6 +43,26 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz  "
 CONTEXT = 4096
 
 
+class FaultyCore(TickingCore):
+    """Serves until it is sent what its process does not survive.
+
+    Args:
+        fault: That, in the ids of a request; "" is nothing.
+        options: Of `TickingCore`.
+    """
+
+    def __init__(self, fault: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._fault = array(ID_TYPE, encode_text(fault)).tobytes()
+
+    def send(self, message: FrontMessage) -> None:
+        """Take a message."""
+        if self._fault and isinstance(message, Submit) and self._fault in array(ID_TYPE, message.new_ids).tobytes():
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            os.kill(os.getpid(), signal.SIGSEGV)
+        super().send(message)
+
+
 class ToyBackend:
     """Stands where `Backend` stands.
 
@@ -46,12 +70,14 @@ class ToyBackend:
         daemon: Is opened over the engine core.
         settings: Of the daemon.
         pace_s: Seconds of a step.
+        fault: What has this in its log ends the process as a fault in native code does.
     """
 
-    def __init__(self, daemon: Daemon, settings: Settings, pace_s: float) -> None:
+    def __init__(self, daemon: Daemon, settings: Settings, pace_s: float, fault: str = "") -> None:
         self._daemon = daemon
         self._settings = settings
         self._pace_s = pace_s
+        self._fault = fault
         self._ticking: asyncio.Task[None] | None = None
         self._journal: Journal | None = None
         self._manager: SessionManager | None = None
@@ -59,10 +85,11 @@ class ToyBackend:
     async def load(self) -> None:
         """Open the daemon."""
         if self._settings.journal.enabled:
-            self._journal = await asyncio.to_thread(Journal.open, journal_directory(self._settings))
+            folder, own = journal_directory(self._settings), self._daemon.owns_process
+            self._journal = await asyncio.to_thread(Journal.open, folder, notes_crashes=own)
             self._daemon.usage = self._journal.usage
             self._journal.announce(local_url(self._daemon.url))
-        engine = TickingCore(pace_s=self._pace_s, num_blocks=1024, answer_ids=encode_text(LETTERS))
+        engine = FaultyCore(self._fault, pace_s=self._pace_s, num_blocks=1024, answer_ids=encode_text(LETTERS))
         profile = ModelProfile(
             id="toy", context=CONTEXT, vocab_size=VOCAB_SIZE, stop_token_ids=STOP_IDS, max_tokens=None
         )
@@ -128,15 +155,17 @@ class ToyFarm:
         assert self._process is not None, "the farm was not entered"
         self._process.communicate(timeout=30)
 
-    def start(self, port: int, *, pace_s: float = 0.002, **settings: Any) -> int:
+    def start(self, port: int, *, pace_s: float = 0.002, fault: str = "", **settings: Any) -> int:
         """Start a daemon and return its process.
 
         Args:
             port: Where it listens; it may be a while until it does.
             pace_s: Seconds of a step.
+            fault: As of `ToyBackend`.
             settings: Sections of the settings.
         """
-        pid = int(self._ask({"start": {"port": port, "pace_s": pace_s, "settings": settings}}))
+        asked = {"port": port, "pace_s": pace_s, "fault": fault, "settings": settings}
+        pid = int(self._ask({"start": asked}))
         self._running.add(pid)
         return pid
 
@@ -147,11 +176,15 @@ class ToyFarm:
             os.kill(pid, signal.SIGKILL)
         self._ask({"wait": pid})
 
+    def wait(self, pid: int) -> int:
+        """Return the exit code of a daemon that ends by itself, once it has."""
+        self._running.discard(pid)
+        return os.waitstatus_to_exitcode(int(self._ask({"wait": pid})))
+
     def stop(self, pid: int) -> int:
         """Ask a daemon to stop, as a service manager does; return its exit code once it has."""
-        self._running.discard(pid)
         os.kill(pid, signal.SIGTERM)
-        return os.waitstatus_to_exitcode(int(self._ask({"wait": pid})))
+        return self.wait(pid)
 
     @property
     def log(self) -> str:
@@ -170,12 +203,12 @@ class ToyFarm:
         return answer.strip()
 
 
-def _serve(port: int, pace_s: float, sections: dict[str, Any]) -> None:
+def _serve(port: int, pace_s: float, fault: str, sections: dict[str, Any]) -> None:
     server = {"port": port, "allow_anonymous_loopback": True, **sections.pop("server", {})}
     settings = Settings(server=server, **sections)
 
     def make_backend(daemon: Daemon, own: Settings) -> Backend:
-        return cast(Backend, ToyBackend(daemon, own, pace_s))
+        return cast(Backend, ToyBackend(daemon, own, pace_s, fault))
 
     configure_logging("warning", "json")
     asyncio.run(serve_async(settings, make_backend=make_backend))
@@ -204,7 +237,7 @@ def main() -> int:
             # The pipes are the farm's.
             os.dup2(os.open(os.devnull, os.O_RDWR), 0)
             os.dup2(2, 1)
-            _serve(asked["port"], asked["pace_s"], asked["settings"])
+            _serve(asked["port"], asked["pace_s"], asked["fault"], asked["settings"])
         except BaseException:
             traceback.print_exc()
             exit_code = 1
