@@ -7,7 +7,7 @@ from textual.pilot import Pilot
 from chatd import protocol as p
 from chatd.client import Client
 from chatd.testing.scripted_daemon import Script, ScriptedDaemon
-from chatd_tui import app as tui_app
+from chatd_tui import news_app
 from chatd_tui.app import ChatApp
 from chatd_tui.status_text import WATCHING
 from chatd_tui.widgets.answer import AnswerMessage
@@ -43,7 +43,7 @@ async def choose(app: ChatApp, pilot: Pilot[None], place: int = 1) -> None:
 async def test_the_list_says_by_itself_what_runs_elsewhere_and_joining_streams_on(
     make_app: MakeApp, wait_until, monkeypatch
 ) -> None:
-    monkeypatch.setattr(tui_app, "LIST_S", 0.05)
+    monkeypatch.setattr(news_app, "LIST_S", 0.05)
     async with ScriptedDaemon([Script(deltas=WORDS, manual=True)]) as daemon, Client.connect(daemon.url) as other:
         app = make_app(daemon)
         async with app.run_test(size=SIZE) as pilot:

@@ -10,6 +10,7 @@ from chatd import protocol as p
 from chatd.config import Server
 from chatd.testing.scripted_daemon import ScriptedDaemon
 from chatd.testing.scripted_session import ScriptedSession
+from chatd_tui import servers as servers_module
 from chatd_tui.app import ChatApp
 from chatd_tui.screens.found import FoundScreen
 from chatd_tui.status_text import ELSEWHERE
@@ -94,6 +95,23 @@ async def test_every_server_that_is_there_is_searched_and_the_result_opens_there
             await pilot.press("enter")
             await wait_until(lambda: app.link.name == "gpu" and app.chat.transcript.selected is not None)
             assert [view.text for view in app.chat.transcript.views()] == ["another needle"]
+
+
+async def test_a_server_that_goes_away_during_the_search_is_not_waited_for(
+    tmp_path: Path, wait_until, monkeypatch
+) -> None:
+    monkeypatch.setattr(servers_module, "SEARCH_S", 0.05)
+    async with ScriptedDaemon() as box, ScriptedDaemon() as silent:
+        box.sessions["s"] = talked("s", "On box", ["a needle"])
+
+        async def swallow(command: p.Command) -> bool:
+            return isinstance(command, p.SessionList) and command.query is not None
+
+        silent.on_command = swallow
+        app = ChatApp([Server("box", box.url), Server("silent", silent.url)], copies=tmp_path)
+        async with app.run_test(size=SIZE) as pilot:
+            await wait_until(lambda: app.is_running and all(daemon.is_connected for daemon in app.daemons))
+            assert len(await search(app, pilot, wait_until, "needle")) == 1
 
 
 async def test_a_search_without_a_result_says_so(tmp_path: Path, wait_until) -> None:

@@ -168,7 +168,7 @@ class Actions:
     async def conversations(self, _: str) -> None:
         """Show or hide the list, as it is now: another screen may have begun or ended some."""
         self._app.chat.toggle_sessions()
-        self._start(self._app.daemons.refresh())
+        self._app.daemons.refresh_soon()
 
     async def search(self, argument: str) -> None:
         """Find conversations."""

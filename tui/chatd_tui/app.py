@@ -1,4 +1,4 @@
-"""The Textual client: takes the daemon's news and the person's wishes and tells the widgets what to draw."""
+"""The Textual client: carries out what the person wishes. What the daemons say is `news_app`'s."""
 
 from __future__ import annotations
 
@@ -7,55 +7,37 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from textual.app import App
 from textual.binding import Binding, BindingType
 
 from chatd.clean import clean, clean_line
-from chatd.client import ConnectionPhase, ConnectionState
 from chatd.config import Server, input_history_path, state_dir
-from chatd.errors import AuthenticationError, ChatdError
+from chatd.errors import ChatdError
 from chatd.protocol import (
-    MAX_FRAME_BYTES,
     AttachRole,
-    Error,
-    PrefillState,
-    RateLimitsUpdated,
-    ResponseCompleted,
-    ResponseIncomplete,
-    ServerDraining,
-    SessionClosed,
-    SessionTier,
-    SessionUpdated,
 )
-from chatd_tui import messages, status_text
+from chatd_tui import messages
 from chatd_tui.actions import Actions
 from chatd_tui.attachments import completions
 from chatd_tui.command_table import COMMANDS
 from chatd_tui.commands import Command, Context, Suggestion, Typed, find, parse, similar, suggestions
-from chatd_tui.conversation import Conversation
 from chatd_tui.input_history import InputHistory
 from chatd_tui.keymap import DEFAULT, LEAVE, Keymap, bindings
 from chatd_tui.keymap_file import load_keymap
 from chatd_tui.keys import recognize_alt_enter
-from chatd_tui.link import DaemonLink
+from chatd_tui.news_app import NewsApp
 from chatd_tui.palette import CommandProvider
-from chatd_tui.screens.chat import ChatScreen
 from chatd_tui.screens.found import FoundScreen
 from chatd_tui.screens.help import ConfirmScreen, HelpScreen, LinkScreen
 from chatd_tui.screens.pool import PoolScreen
 from chatd_tui.sending import Sending
-from chatd_tui.servers import Daemons
 from chatd_tui.theme import CHATD
-from chatd_tui.typing_ahead import TypingAhead
 from chatd_tui.views import FoundRow, MeterView
-from chatd_tui.widgets.status import StatusView, TitleView
+from chatd_tui.widgets.status import StatusView
 
 QUIT_WINDOW_S = 2.0
-LIST_S = 5.0
-"""How old the list of conversations may be while one sees it."""
 
 
-class ChatApp(App[None], inherit_bindings=False):
+class ChatApp(NewsApp, inherit_bindings=False):
     """The terminal client of one daemon or several.
 
     Args:
@@ -85,131 +67,24 @@ class ChatApp(App[None], inherit_bindings=False):
         history: InputHistory | None = None,
         keymap: Keymap = DEFAULT,
     ) -> None:
-        super().__init__()
+        super().__init__([Server("", servers, lambda: key)] if isinstance(servers, str) else servers, keymap)
         recognize_alt_enter()
         self.use_command_palette = True
         self.register_theme(CHATD)
         self.theme = CHATD.name
         self.keymap = keymap
         self.set_keymap(keymap.moved())
-        self.chat = ChatScreen(keymap)
         self.chat.composer.suggest = self._suggest
         self.chat.composer.sent = self._sent = history or InputHistory()
-        named = [Server("", servers, lambda: key)] if isinstance(servers, str) else servers
-        self.daemons = Daemons(named, self.post_message)
-        self.conversation = Conversation(self.chat, self._draw_meter)
-        self.typing_ahead = TypingAhead(
-            lambda text, after_s: self.link.type_ahead(text, after_s), self._show_type_ahead
-        )
-        self.chat.composer.typed = self.typing_ahead.changed
         self._sending = Sending(self)
         self._actions = Actions(self, copies or state_dir())
-        self._meter = MeterView()
         self._interrupted_at = float("-inf")
-        self._wanted: str | None = None
-
-    @property
-    def link(self) -> DaemonLink:
-        """To the daemon on the screen."""
-        return self.daemons.shown.link
 
     def on_mount(self) -> None:
         """Show the conversation and connect."""
         self.push_screen(self.chat)
-        self.run_worker(self.daemons.run(), name="links", exit_on_error=True)
+        self.stay_connected()
         self.run_worker(self._sent.load, group="history", thread=True)
-        self.set_interval(LIST_S, self._refresh_sessions)
-
-    async def on_unmount(self) -> None:
-        """End what the links still run."""
-        await self.daemons.stop()
-
-    # News of the daemon.
-
-    def on_connection_changed(self, message: messages.ConnectionChanged) -> None:
-        """Show where a connection stands."""
-        is_new = self.daemons.changed(message)
-        if self.daemons.are_several:
-            self._draw_sessions()
-        if not self.daemons.is_shown(message):
-            return
-        self._draw_connection(message.state)
-        if is_new:
-            self._draw_meter(context_max=self.chat.transcript.welcome.context)
-
-    def on_sessions_listed(self, message: messages.SessionsListed) -> None:
-        """Show the sessions."""
-        self.daemons[message.server].sessions = message.sessions
-        self._draw_sessions()
-
-    async def on_session_opened(self, message: messages.SessionOpened) -> None:
-        """Show a session from its snapshot on."""
-        snapshot = message.attached.snapshot
-        if self._is_on_screen(message, message.attached.session) and snapshot is not None:
-            await self.conversation.show(snapshot, self.link.role)
-            self._draw_title(None)
-            wanted, self._wanted = self._wanted, None
-            if wanted is not None and not self.chat.show_message(wanted):
-                self.chat.status = status_text.ELSEWHERE
-
-    async def on_session_news(self, message: messages.SessionNews) -> None:
-        """Apply one event of the session on the screen."""
-        if not self._is_on_screen(message, message.session):
-            return
-        event = message.event
-        if isinstance(event, PrefillState):
-            self.typing_ahead.show(event)
-            return
-        if isinstance(event, SessionUpdated):
-            self.daemons.shown.note(event.info)
-            self._draw_sessions()
-            return
-        if isinstance(event, SessionTier):
-            self.daemons.shown.note_tier(event.session, event.tier)
-            self._draw_sessions()
-        await self.conversation.apply(event)
-        if isinstance(event, SessionClosed):
-            # Everybody was detached; who looks at it goes on looking.
-            await self.link.open(message.session, self.link.role)
-        if isinstance(event, ResponseCompleted | ResponseIncomplete):
-            self.run_worker(self.link.refresh_sessions(), group="list", exclusive=True)
-
-    def on_session_lost(self, message: messages.SessionLost) -> None:
-        """Let the next message begin a conversation."""
-        if self.daemons.is_shown(message) and self.link.session is None:
-            self.typing_ahead.forget()
-            self.conversation.lose(is_erased=message.is_erased)
-
-    def on_pool_changed(self, message: messages.PoolChanged) -> None:
-        """Show the pool, in the meter and on its page."""
-        if not self.daemons.is_shown(message):
-            return
-        totals = message.state.totals
-        self._draw_meter(blocks=totals.blocks, active=totals.active, cached=totals.cached, hit_rate=totals.hit_rate)
-        # There is no screen any more while the app closes.
-        for page in self.screen_stack:
-            if isinstance(page, PoolScreen):
-                page.show(message.state)
-
-    def on_noticed(self, message: messages.Noticed) -> None:
-        """Show what concerns no session."""
-        if not self.daemons.is_shown(message):
-            return
-        match message.event:
-            case ServerDraining(deadline_s=deadline_s):
-                self.chat.status = StatusView("warning", f"the daemon stops within {deadline_s:.0f} s")
-            case Error(error=body):
-                self.chat.status = StatusView("error", clean_line(body.message, 300))
-            case RateLimitsUpdated():
-                pass
-
-    def on_refused(self, message: messages.Refused) -> None:
-        """Show why something was not done, and give the text back."""
-        if message.text is None and not self.daemons.is_shown(message):
-            return
-        self.show_error(message.error)
-        if message.text is not None:
-            self.chat.composer.take_back(message.text)
 
     # Wishes of the person.
 
@@ -333,19 +208,19 @@ class ChatApp(App[None], inherit_bindings=False):
 
         `item` is the message to go to, once it is there.
         """
-        self._wanted = item
+        self.wanted_item = item
         self.typing_ahead.forget()
         await self.conversation.clear(empty=session is None)
         self.chat.close_overlay()
         self.chat.composer.focus()
         if server is not None and server != self.link.name:
             await self.daemons.show(server)
-            self._meter = MeterView()
-            self._draw_connection(self.daemons.shown.state)
-            self._draw_meter(context_max=self.chat.transcript.welcome.context or None)
+            self.meter = MeterView()
+            self.draw_connection(self.daemons.shown.state)
+            self.draw_meter(context_max=self.chat.transcript.welcome.context or None)
         await self.link.open(session, role)
-        self._draw_sessions()
-        self._draw_title(None)
+        self.draw_sessions()
+        self.draw_title(None)
 
     def show_found(self, query: str, found: Sequence[FoundRow]) -> None:
         """List what a search found, and open what is chosen at the message that was found."""
@@ -417,64 +292,6 @@ class ChatApp(App[None], inherit_bindings=False):
             (then if yes else otherwise)()
 
         self.push_screen(ConfirmScreen(question, about, verb), answered)
-
-    # Drawing.
-
-    def _refresh_sessions(self) -> None:
-        """Have the list as it is elsewhere too, while one sees it."""
-        if self.chat.sessions.display:
-            self.daemons.refresh_soon()
-
-    def _show_type_ahead(self, text: str) -> None:
-        self.chat.composer.border_subtitle = text or None
-
-    def show_error(self, error: ChatdError) -> None:
-        """Say why something was not done."""
-        hint = error.hint or ""
-        if isinstance(error, AuthenticationError) and not hint:
-            hint = "give a key with --key or CHATD_KEY"
-        self.chat.status = StatusView("error", clean_line(error.message, 300), clean_line(hint))
-
-    def _draw_meter(self, **changes: float | int | None) -> None:
-        fields = {name: getattr(self._meter, name) for name in MeterView.__dataclass_fields__}
-        known = {name: value for name, value in changes.items() if value is not None or name == "context_used"}
-        self._meter = MeterView(**{**fields, **known})
-        self.chat.meter.view = self._meter
-
-    def _is_on_screen(self, news: messages.DaemonNews, session: str) -> bool:
-        return self.daemons.is_shown(news) and session == self.link.session
-
-    def _draw_connection(self, state: ConnectionState) -> None:
-        self._draw_title(state)
-        self.chat.transcript.update_welcome(self.daemons.shown.welcome())
-        hello = self.daemons.shown.hello
-        self.chat.composer.max_bytes = hello.limits.frame_bytes if hello is not None else MAX_FRAME_BYTES
-        if state.phase is ConnectionPhase.CLOSED and state.error is not None:
-            self.show_error(state.error)
-        elif state.phase is ConnectionPhase.CONNECTED and self.chat.status.kind in ("error", "warning"):
-            self.chat.status = StatusView()
-
-    def _draw_sessions(self) -> None:
-        self.chat.sessions.show(self.daemons.rows())
-        self._draw_title(None)
-
-    def _draw_title(self, state: ConnectionState | None) -> None:
-        bar = self.chat.title_bar
-        before = bar.view
-        phase, connection = before.phase, before.connection
-        if state is not None:
-            phase, connection = state.phase.value, status_text.connection_text(state)
-        hello = self.daemons.shown.hello
-        bar.view = TitleView(
-            model=clean_line(hello.model.id, 60) if hello else "",
-            who=clean_line(hello.tenant if hello.tenant == hello.user else f"{hello.tenant}/{hello.user}", 60)
-            if hello
-            else "",
-            session=clean_line(self.daemons.shown.title(), 80),
-            phase=phase,
-            connection=connection,
-            server=self.link.name if self.daemons.are_several else "",
-        )
 
 
 def run_app(

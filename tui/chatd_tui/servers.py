@@ -12,7 +12,7 @@ from dataclasses import replace
 import msgspec
 
 from chatd.clean import clean_line
-from chatd.client import ConnectionPhase, ConnectionState
+from chatd.client import ConnectionPhase, ConnectionState, FoundSession
 from chatd.config import Server
 from chatd.errors import ChatdError
 from chatd.protocol import Hello, SessionInfo
@@ -22,6 +22,9 @@ from chatd_tui.messages import ConnectionChanged, DaemonNews
 from chatd_tui.obstacles import obstacle
 from chatd_tui.views import FoundRow, ServerRow, SessionRow
 from chatd_tui.widgets.welcome import WelcomeView
+
+SEARCH_S = 5.0
+"""How long a search waits for daemons that are not on the screen."""
 
 
 class Daemon:
@@ -138,10 +141,6 @@ class Daemons:
         daemon.hello = news.hello
         return True
 
-    async def refresh(self) -> None:
-        """Read every list of sessions again."""
-        await asyncio.gather(*(daemon.link.refresh_sessions() for daemon in self))
-
     def refresh_soon(self) -> None:
         """Have every list of sessions that can be read now read again."""
         for daemon in self:
@@ -155,14 +154,19 @@ class Daemons:
             ChatdError: The daemon on the screen refused.
         """
         asked = [daemon for daemon in self if daemon is self.shown or daemon.is_connected]
-        answers = await asyncio.gather(*(daemon.link.search(query) for daemon in asked), return_exceptions=True)
+        answers = await asyncio.gather(*(self._search(daemon, query) for daemon in asked), return_exceptions=True)
         rows: list[FoundRow] = []
         for daemon, found in zip(asked, answers, strict=True):
             if not isinstance(found, BaseException):
                 rows += [FoundRow.of(each, daemon.name) for each in found]
-            elif daemon is self.shown or not isinstance(found, ChatdError):
+            elif daemon is self.shown or not isinstance(found, ChatdError | TimeoutError):
                 raise found
         return rows
+
+    async def _search(self, daemon: Daemon, query: str) -> list[FoundSession]:
+        """Ask one; what goes away meanwhile is not waited for, unless it is on the screen."""
+        async with asyncio.timeout(None if daemon is self.shown else SEARCH_S):
+            return await daemon.link.search(query)
 
     def rows(self) -> list[ServerRow]:
         """Return the list of conversations, pinned ones first, by daemon."""
