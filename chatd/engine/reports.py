@@ -27,6 +27,7 @@ from chatd.engine.messages import (
 from chatd.engine.plan import StepOutput
 from chatd.engine.request import RequestStatus
 from chatd.engine.scheduler import Scheduler
+from chatd.kvcache.holdings import holdings_of
 from chatd.kvcache.leases import Lease, LeaseState
 
 STATS_INTERVAL_S = 1.0
@@ -248,7 +249,7 @@ class Reporter:
 
     def _lease(self, lease: Lease, now: float) -> LeasePool:
         is_in_use = lease.state in (LeaseState.ACTIVE, LeaseState.QUEUED)
-        holdings = self._scheduler.kv.holdings(lease.table)
+        holdings = holdings_of(lease.table, self._scheduler.kv.pool)
         return LeasePool(
             LeaseId(lease.lease_id),
             lease.tenant or "",

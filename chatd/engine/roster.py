@@ -24,6 +24,7 @@ from chatd.engine.row_limit import RowLimit
 from chatd.engine.samples import Samples
 from chatd.engine.sampling import BeamSearch
 from chatd.engine.suspects import Suspects
+from chatd.kvcache.holdings import holdings_of
 from chatd.kvcache.leases import LeaseState, LeaseTable
 from chatd.kvcache.manager import KVCacheManager
 from chatd.kvcache.tiers import Tiers
@@ -211,7 +212,7 @@ class Roster:
             self.leases.set_idle(lease)
         else:
             self.leases.close(lease)
-        holdings = self.kv.holdings(lease.table)
+        holdings = holdings_of(lease.table, self.kv.pool)
         self.outbox.append(
             Done(
                 request.request_id,

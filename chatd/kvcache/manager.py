@@ -10,10 +10,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from chatd.kvcache.block import BlockId
-from chatd.kvcache.block_pool import NOBODY, SHARED, Account, BlockPool
+from chatd.kvcache.block_pool import Account, BlockPool
 from chatd.kvcache.block_table import BlockTable
 from chatd.kvcache.prefix_index import Namespace, NamespaceId, PrefixEntry, PrefixIndex
 
@@ -21,20 +20,6 @@ BlockKey = tuple[NamespaceId, int, bytes]
 """Which block: its namespace, the serial of its parent's entry (0 at the start of a sequence), and its tokens."""
 
 ID_TYPECODE = "i"
-
-
-class Holdings(NamedTuple):
-    """What one table holds.
-
-    Attributes:
-        num_blocks: In the table.
-        num_shared: Of those, the ones that somebody else holds too, or that are public.
-        bill: In blocks: each that is shared is split among those who hold it, a public one is nobody's.
-    """
-
-    num_blocks: int
-    num_shared: int
-    bill: float
 
 
 @dataclass(slots=True)
@@ -161,24 +146,6 @@ class KVCacheManager:
         if not computed:
             return table.num_computed_tokens
         return (table.num_computed_tokens // self.block_size + len(computed)) * self.block_size
-
-    def holdings(self, table: BlockTable) -> Holdings:
-        """Return what a table holds and what it has to answer for.
-
-        All bills, the public blocks with a holder, and what plans in flight alone hold are together the active blocks.
-        What one table says depends on its own namespace only: a public block counts as shared, whoever else holds it.
-        """
-        states, owners, blocks = self.pool.states, self.pool.owners, self.pool.blocks
-        parts = 0.0
-        num_shared = 0
-        for block_id in table.block_ids:
-            if owners[block_id] == NOBODY:
-                num_shared += 1
-            elif states[block_id] == SHARED:
-                num_shared += 1
-                parts += 1.0 / blocks[block_id].ref_count
-        num_blocks = len(table.block_ids)
-        return Holdings(num_blocks, num_shared, num_blocks - num_shared + parts)
 
     def num_missing_blocks(self, table: BlockTable, num_tokens: int, computed: Sequence[BlockId] = ()) -> int:
         """Blocks that `allocate_slots` with these arguments would take from the pool, found ones included."""

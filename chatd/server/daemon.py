@@ -20,7 +20,7 @@ from chatd.server.logging import get_logger
 from chatd.server.metrics import Metrics
 from chatd.server.outbox import EventEncoder
 from chatd.server.policy import owner_of
-from chatd.server.pool_view import PoolHub
+from chatd.server.pool_hub import PoolHub
 from chatd.tenants.keys import KeyStore
 from chatd.tenants.quotas import KeyQuota, QuotaLimits, Quotas
 

@@ -22,6 +22,7 @@ from chatd.engine.messages import (
     Trim,
     WatchPool,
 )
+from chatd.kvcache.holdings import holdings_of
 from chatd.testing.engine import EngineHarness, engine_config, sampling_params
 from chatd.testing.simulation import SHAPES, Simulation
 
@@ -194,7 +195,7 @@ def test_the_bills_are_the_active_blocks_at_every_moment_of_a_busy_engine(seed, 
             core.handle(WatchPool(0.0, with_leases=True), 0.0)
             frame = core.pool_frame(0.0)
             total, bills = exact_bills(core)
-            told = math.fsum(core.kv.holdings(lease.table).bill for lease in core.leases)
+            told = math.fsum(holdings_of(lease.table, core.pool).bill for lease in core.leases)
             assert math.isclose(told, float(total), abs_tol=1e-9)
             for row in frame.leases:
                 assert math.isclose(row.bill, float(bills.get(row.lease, 0)), abs_tol=1e-9)

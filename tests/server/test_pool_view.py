@@ -13,7 +13,8 @@ from chatd.client.pool import apply_frame
 from chatd.engine.messages import Fork, LeaseId, LeasePool, LeaseUse, PoolFrame, TenantPool, Tier, TierPool, WatchPool
 from chatd.protocol import PoolDelta, PoolSnapshot, PoolSubscribe, PoolUnsubscribe, decode_event, encode, pack_cells
 from chatd.server.auth import Principal
-from chatd.server.pool_view import PoolHub, PoolStep, PoolSubscription, blocks_per_cell, fold_states, pack_counts
+from chatd.server.pool_hub import PoolHub
+from chatd.server.pool_view import PoolStep, PoolSubscription, blocks_per_cell, fold_states, pack_counts
 from chatd.sessions.conversation import Owner
 from chatd.sessions.manager import LeaseHolder
 from chatd.testing.engine import EngineHarness, FakeClock, engine_config, sampling_params

@@ -154,6 +154,9 @@ async def test_brackets_step_through_time(daemon: ScriptedDaemon, wait_until) ->
         assert "step 0 (" in drawn(app, "#head")
         await pilot.press("right_square_bracket", "right_square_bracket")
         assert "step 2 (" in drawn(app, "#head")
+        for key, step in (("comma", 1), ("left_curly_bracket", 0), ("full_stop", 1), ("right_curly_bracket", 2)):
+            await pilot.press(key)
+            assert f"step {step} (" in drawn(app, "#head"), key
         assert page.query_one(PoolMap).states.count("active") == 2
 
 

@@ -74,7 +74,8 @@ class PoolScreen(Screen[None]):
         &.-wide #panels { layout: horizontal; }
         &.-wide #map-panel { width: 1fr; height: 100%; }
         &.-wide #side { width: 62; height: 100%; padding: 0 0 0 1; }
-        &.-wide PoolSparks { height: 7; padding: 1 1; }
+        &.-wide PoolSparks { height: 7; }
+        &.-narrow PoolSparks #minute { display: none; }
         &.-low #legend, &.-low KeyLine { display: none; }
         &.-cell.-narrow #side { display: none; }
         &.-nomap #map-panel, &.-nomap #legend { display: none; }
@@ -89,8 +90,10 @@ class PoolScreen(Screen[None]):
         Binding("down", "point(0, 1)", "Point", show=False),
         Binding("enter", "look", "Look inside", show=False),
         Binding("space", "pause", "Pause", show=False),
-        Binding("left_square_bracket", "step(-1)", "Step back", show=False),
-        Binding("right_square_bracket", "step(1)", "Step on", show=False),
+        Binding("left_square_bracket,comma", "step(-1)", "Step back", show=False),
+        Binding("right_square_bracket,full_stop", "step(1)", "Step on", show=False),
+        Binding("left_curly_bracket", "step(-10)", "Step far back", show=False),
+        Binding("right_curly_bracket", "step(10)", "Step far on", show=False),
         Binding("pageup", "scroll_tables(-1)", "Scroll", show=False),
         Binding("pagedown", "scroll_tables(1)", "Scroll", show=False),
     ]

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from textual.app import ComposeResult
 from textual.containers import Vertical
+from textual.content import Content
+from textual.widgets import Static
 
 from chatd.protocol import PoolTotals
 from chatd_tui.pool_moments import PoolPast
@@ -19,6 +21,7 @@ class PoolSparks(Vertical):
 
     def compose(self) -> ComposeResult:
         """Lay out."""
+        yield Static(Content.styled("the last 60 seconds", "$muted"), id="minute", markup=False)
         yield Sparkline("occupancy", "$success", 1.0, id="occupancy")
         yield Sparkline("tokens/s", "$primary", id="tok_s")
         yield Sparkline("queue", "$warning", id="queue")
