@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import IO
 
 import msgspec
@@ -28,6 +29,8 @@ _EXIT_CLASSES: dict[int, type[StartupError]] = {
     error.exit_code: error for error in (StartupError, ConfigError, EnvironmentProblem, ModelError)
 }
 
+
+_MAIN_STATES = {psutil.STATUS_RUNNING: "R", psutil.STATUS_DISK_SLEEP: "D"}
 
 # What a process that hangs is given to write its stacks to its log.
 _STACKS_S = 0.5
@@ -50,6 +53,19 @@ class ProcessEnd(msgspec.Struct, frozen=True):
             )
         failed = self.start_failed
         return _EXIT_CLASSES.get(failed.exit_code, StartupError)(failed.message, code=failed.code)
+
+
+def thread_states(pid: int) -> str:
+    """Return a letter for each thread's state, as Linux's `proc` has it; for the main one's where there is none."""
+    states = ""
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            # The name before the state may hold anything, also spaces and parentheses.
+            states += stat.read_text(errors="replace").rpartition(")")[2].split()[0]
+    if not states:
+        with contextlib.suppress(psutil.Error):
+            states = _MAIN_STATES.get(psutil.Process(pid).status(), "S")
+    return states
 
 
 class EngineProcess(asyncio.Protocol):
@@ -150,11 +166,12 @@ class EngineProcess(asyncio.Protocol):
         return float(times.user + times.system)
 
     def is_runnable(self) -> bool:
-        """Tell whether it runs, waits for a CPU that others hold, or waits for the disk."""
-        try:
-            return psutil.Process(self.process.pid).status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
-        except psutil.Error:
-            return False
+        """Tell whether one of its threads runs, waits for a CPU that others hold, or waits for the disk.
+
+        The main thread alone would not do: in a kernel it sleeps until the other threads of the kernel have ended, and
+        these may be the ones that wait for a CPU.
+        """
+        return not {"R", "D"}.isdisjoint(thread_states(self.process.pid))
 
     def kill(self, reason: str) -> None:
         """Kill the process; `closed` follows."""

@@ -138,6 +138,9 @@ async def run_under_kills(
             for script, saw in zip(scripts, expected, strict=True):
                 group.create_task(talk(script, saw))
         await killing
+    except BaseException as error:
+        error.add_note(f"after {seen.counts}")
+        raise
     finally:
         killing.cancel()
         await asyncio.gather(killing, return_exceptions=True)

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from typing import cast
 
 import pytest
 
-from chatd.engine.engine_process import EngineProcess
+from chatd.engine.engine_process import EngineProcess, thread_states
 from chatd.engine.hang_watch import HangLimits, wait_for_hang
 from chatd.engine.pulse import Reading
 
@@ -49,3 +53,30 @@ async def test_a_process_that_works_now_and_then_is_given_the_time_of_a_busy_one
 ) -> None:
     process = cast(EngineProcess, SilentProcess(used_s))
     assert await wait_for_hang(process, LIMITS, lambda _why: None) == f"no sign of life for {silent_s}"
+
+
+BUSY_BESIDE_ITS_MAIN_THREAD = """
+import threading
+def work():
+    while True:
+        pass
+worker = threading.Thread(target=work)
+worker.start()
+worker.join()
+"""
+
+
+def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        pass
+
+
+def test_a_process_whose_main_thread_waits_for_another_that_works_is_seen_to_work() -> None:
+    with subprocess.Popen([sys.executable, "-c", BUSY_BESIDE_ITS_MAIN_THREAD]) as process:
+        try:
+            until(lambda: "".join(sorted(thread_states(process.pid))) == "RS")
+            process.send_signal(signal.SIGSTOP)
+            until(lambda: "R" not in thread_states(process.pid))
+        finally:
+            process.kill()
+    assert thread_states(process.pid) == ""

@@ -153,10 +153,13 @@ class RealDaemon:
         """Return what kills the daemon, the engine, or both, in the middle of answers."""
 
         async def kill():
-            await self.until_ready()
-            await asyncio.sleep(self._rng.uniform(*delays_s))
             process = psutil.Process(self._daemon.pid)
-            engine = next(child for child in process.children(recursive=True) if is_engine(child))
+            engine = None
+            # On a machine full of other work an engine may be given up, and started again, on its own.
+            while engine is None:
+                await self.until_ready()
+                await asyncio.sleep(self._rng.uniform(*delays_s))
+                engine = next((child for child in process.children(recursive=True) if is_engine(child)), None)
             if what != "engine":
                 os.kill(process.pid, signal.SIGKILL)
             if what != "daemon":
