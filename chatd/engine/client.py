@@ -44,6 +44,7 @@ from chatd.engine.messages import (
     encode,
 )
 from chatd.engine.options import EngineOptions
+from chatd.engine.pulse import NOT_KNOWN
 from chatd.errors import Unavailable
 
 MAX_UNSENT_BYTES = 64 * 2**20
@@ -95,10 +96,12 @@ class EngineDied(msgspec.Struct, frozen=True):
     Attributes:
         reason: For logs and for the error of the turns that it ends.
         exit_code: Of the process; negative is a signal.
+        alone: The suspect that was computed alone as it ended, or `pulse.NO_SUSPECT`, or `pulse.NOT_KNOWN`.
     """
 
     reason: str
     exit_code: int | None
+    alone: int = NOT_KNOWN
 
 
 EngineEvent = EngineMessage | EngineDied
@@ -273,7 +276,7 @@ class EngineClient:
         backoff_s = self._first_backoff_s
         num_hung_starts = 0
         while True:
-            served_s, end = await self._run_process()
+            served_s, end, alone = await self._run_process()
             num_hung_starts += end.has_hung
             if not self._started.done() and not (end.has_hung and num_hung_starts < MAX_HUNG_STARTS):
                 self._state = EngineState.FAILED
@@ -286,17 +289,21 @@ class EngineClient:
             _log.warning("the engine is started again in %.1f s: %s", backoff_s, end.reason)
             self._report(f"restarting: {end.reason}", 0.0)
             if served_s is not None:
-                self._deliver([EngineDied(end.reason, end.exit_code)])
+                self._deliver([EngineDied(end.reason, end.exit_code, alone)])
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
-    async def _run_process(self) -> tuple[float | None, ProcessEnd]:
-        """Run one process to its end; return how long it served, None if it never did, and why it ended."""
+    async def _run_process(self) -> tuple[float | None, ProcessEnd, int]:
+        """Run one process to its end.
+
+        Returns:
+            How long it served, None if it never did; why it ended; and what suspect it was at.
+        """
         loop = asyncio.get_running_loop()
         try:
             process = await EngineProcess.open(self._command, self._options, self._stderr, self._on_batch)
         except OSError as error:
-            return None, ProcessEnd(f"the engine's process cannot be started: {error}", None)
+            return None, ProcessEnd(f"the engine's process cannot be started: {error}", None), NOT_KNOWN
         self._process = process
         watch = asyncio.create_task(self._watch(process), name="engine watch")
         ready_at: float | None = None
@@ -312,9 +319,10 @@ class EngineClient:
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
         served_s = loop.time() - ready_at if ready_at is not None else None
+        alone = process.pulse.read().alone
         end = await process.end(timeout_s=2.0)
         self._process = None
-        return served_s, end
+        return served_s, end, alone
 
     def _on_batch(self, process: EngineProcess, batch: list[EngineMessage]) -> None:
         """Keep track of what the process says of itself, and pass everything on but pongs."""

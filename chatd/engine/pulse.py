@@ -14,9 +14,15 @@ import tempfile
 from typing import NamedTuple
 
 _PAGE_BYTES = mmap.PAGESIZE
-_FIELDS = struct.Struct("=Qd")
-_EXPECTED = struct.Struct("=d")
-_EXPECTED_AT = 8
+_FIELDS = struct.Struct("=Qdq")
+_STEP = struct.Struct("=dq")
+_STEP_AT = 8
+
+NOT_KNOWN = -1
+"""Any request may be what the engine is at."""
+
+NO_SUSPECT = -2
+"""Several requests are computed, and no suspect is among them."""
 
 
 class Reading(NamedTuple):
@@ -25,10 +31,12 @@ class Reading(NamedTuple):
     Attributes:
         num_turns: Turns of its loop that have begun; 0 where it has not said anything.
         expected_s: What the step of the current turn should take; 0 before it is planned, and between steps.
+        alone: The suspect that is computed alone, or `NO_SUSPECT`, or `NOT_KNOWN`.
     """
 
     num_turns: int
     expected_s: float
+    alone: int = NOT_KNOWN
 
 
 class Pulse:
@@ -45,11 +53,11 @@ class Pulse:
     def begin_turn(self) -> None:
         """Say that the loop goes round once more."""
         self._num_turns += 1
-        _FIELDS.pack_into(self._page, 0, self._num_turns, 0.0)
+        _FIELDS.pack_into(self._page, 0, self._num_turns, 0.0, NOT_KNOWN)
 
-    def expect(self, seconds: float) -> None:
-        """Say how long the step that begins now should take."""
-        _EXPECTED.pack_into(self._page, _EXPECTED_AT, seconds)
+    def expect(self, seconds: float, alone: int = NOT_KNOWN) -> None:
+        """Say how long the step that begins now should take, and what suspect is computed in it."""
+        _STEP.pack_into(self._page, _STEP_AT, seconds, alone)
 
     def read(self) -> Reading:
         """Return what was last said."""

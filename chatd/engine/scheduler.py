@@ -23,6 +23,7 @@ from chatd.engine.messages import Beams as BeamsFound
 from chatd.engine.messages import FinishReason, TokenDelta, Tokens
 from chatd.engine.placement import Placement
 from chatd.engine.plan import Plan, RequestId, StepOutput
+from chatd.engine.pulse import NO_SUSPECT, NOT_KNOWN
 from chatd.engine.request import Request, RequestStatus
 from chatd.engine.roster import Roster
 from chatd.engine.sampling import BeamSearch
@@ -44,8 +45,8 @@ class Scheduler:
 
     Attributes:
         roster: The requests; its parts have the same names here.
-        on_planned: Called with the seconds that all should take which is in flight, each time when a plan was to be
-            made; for whoever watches over the engine.
+        on_planned: Called with the seconds that all should take which is in flight, and with the suspect in it (see
+            `pulse`), each time when a plan was to be made; for whoever watches over the engine.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Scheduler:
         self.flights = roster.flights
         self.rows = roster.rows
         self._drafts = roster.drafts
-        self.on_planned: Callable[[float], None] | None = None
+        self.on_planned: Callable[[float, int], None] | None = None
         self._last_step_s = 0.0
 
     @property
@@ -263,7 +264,17 @@ class Scheduler:
     def _tell_expected(self) -> None:
         if self.on_planned is not None:
             step_s = self.cost.parameters.step_s
-            self.on_planned(sum(step_s(flight.num_rows, flight.num_pairs) for flight in self.flights))
+            self.on_planned(sum(step_s(flight.num_rows, flight.num_pairs) for flight in self.flights), self._alone())
+
+    def _alone(self) -> int:
+        """Return which suspect is computed alone in what is in flight."""
+        if not self.roster.suspects:
+            return NO_SUSPECT if self.flights else NOT_KNOWN
+        requests = [draft.request for flight in self.flights for draft in flight.drafts.values()]
+        if any(request.is_suspect for request in requests):
+            # Nothing else is in flight then; the beams of a search have numbers of their own.
+            return max(NOT_KNOWN, requests[0].request_id) if len(requests) == 1 else NOT_KNOWN
+        return NO_SUSPECT if requests else NOT_KNOWN
 
     def _commit_prompt(self, draft: Draft, end: int) -> None:
         """Count what was loaded of a prompt, and what was computed of it."""

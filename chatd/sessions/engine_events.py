@@ -257,7 +257,7 @@ class EngineEvents:
 
     def _on_died(self, message: EngineDied) -> None:
         self._inspections.on_died()
-        self._runner.on_died(message.reason)
+        self._runner.on_died(message.reason, message.alone)
         for session in list(self._by_lease.values()):
             session.latest.blocks_held = session.latest.blocks_shared = 0
             self._set_tier(session, Tier.TOKENS, "restart")

@@ -62,11 +62,17 @@ class Restorer:
         self._held: set[Turn] = set()
         self._retry: asyncio.TimerHandle | None = None
 
-    def interrupt(self, turn: Turn, reason: str) -> None:
-        """Have a turn whose engine died wait for the next one; one that was in too many deaths fails."""
+    def interrupt(self, turn: Turn, reason: str, *, was_running: bool) -> None:
+        """Have a turn whose engine died wait for the next one; one that was in too many deaths fails.
+
+        Args:
+            turn: Which.
+            reason: Of the death.
+            was_running: It may have been why.
+        """
         assert turn.text is not None, "a turn without an answer is in flight"
         self._requests.forget(turn)
-        may_go_on = turn.deaths.on_death(len(turn.text.ids), was_running=turn.is_running)
+        may_go_on = turn.deaths.on_death(len(turn.text.ids), was_running=was_running)
         if not may_go_on:
             error = EngineError(
                 f"{turn.deaths.num_deaths} engines ended while they computed this answer: {reason}",
@@ -78,7 +84,7 @@ class Restorer:
             # Nothing says any more why its best sequence ended.
             self._ends.fail(turn, EngineError(f"the engine ended while it searched for this answer: {reason}"))
             return
-        if turn.record is not None and turn.is_running:
+        if turn.record is not None and was_running:
             turn.record = msgspec.structs.replace(turn.record, num_deaths=turn.deaths.num_deaths)
             so_far = msgspec.structs.replace(turn.record, ids=turn.text.ids[:])
             self._recorder.owe([SaveMessage(turn.session.id, so_far)], at_once=True)

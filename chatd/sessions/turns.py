@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from chatd.engine.messages import Beams, Done, FinishReason, Ready, RequestClass
 from chatd.engine.plan import RequestId
+from chatd.engine.pulse import NO_SUSPECT, NOT_KNOWN
 from chatd.engine.sampling import BeamSearch, SamplingParams, check_beam_search
 from chatd.errors import ChatdError, Conflict, EngineError, RateLimited, Unavailable
 from chatd.journal.records import Change, MessageRecord, SaveMessage
@@ -357,8 +358,13 @@ class TurnRunner:
         self.is_ready = True
         self.restorer.resume()
 
-    def on_died(self, reason: str) -> None:
-        """Forget what the engine held; turns in flight wait for the next one, and end where they were to end."""
+    def on_died(self, reason: str, alone: int = NOT_KNOWN) -> None:
+        """Forget what the engine held; turns in flight wait for the next one, and end where they were to end.
+
+        Args:
+            reason: For those that end.
+            alone: The suspect that was computed alone as it died, or what else `pulse` has to say.
+        """
         self.is_ready = False
         self.requests.on_died()
         for turn in self.requests.turns():
@@ -367,7 +373,7 @@ class TurnRunner:
             if turn.decided is not None:
                 self._ends.finish(turn, turn.decided, None)
             else:
-                self.restorer.interrupt(turn, reason)
+                self.restorer.interrupt(turn, reason, was_running=_may_be_why(turn, alone))
 
     def on_tokens(self, request: RequestId, ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> None:
         """Take the new tokens of one request."""
@@ -455,3 +461,11 @@ def check_free(session: Session) -> None:
             code="session_busy",
             hint="wait for its end, or cancel it",
         )
+
+
+def _may_be_why(turn: Turn, alone: int) -> bool:
+    """Return whether what was computed of a turn may be why an engine died."""
+    if not turn.is_running or alone == NOT_KNOWN or turn.text is None:
+        return turn.is_running
+    # A suspect has steps of its own: it is the only one in them, and in no others.
+    return not turn.deaths.is_suspect(len(turn.text.ids)) if alone == NO_SUSPECT else turn.request == alone

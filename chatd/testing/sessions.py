@@ -50,6 +50,7 @@ from chatd.engine.messages import (
     Tokens,
 )
 from chatd.engine.plan import RequestId
+from chatd.engine.pulse import NOT_KNOWN
 from chatd.errors import InvalidRequest, Unavailable
 from chatd.protocol import Event, Message
 from chatd.sessions.detokenizer import Detokenizer, TokenBytes
@@ -253,13 +254,13 @@ class ScriptedEngine:
         """Forget a lease, as under pressure."""
         self.leases.pop(lease, None)
 
-    def die(self) -> None:
+    def die(self, alone: int = NOT_KNOWN) -> None:
         """End as a process does: with everything in flight; what was not delivered is lost."""
         self.ready = None
         self._outbox.clear()
         self.leases.clear()
         self.running.clear()
-        self._deliver([EngineDied("it was killed", -9)])
+        self._deliver([EngineDied("it was killed", -9, alone)])
 
     def restart(self) -> None:
         """Serve again, knowing nothing."""
@@ -390,11 +391,11 @@ class CoreEngine:
         """Deliver what waits, and what that causes."""
         self._deliver()
 
-    def die(self) -> None:
+    def die(self, alone: int = NOT_KNOWN) -> None:
         """End as a process does: what was not delivered is lost, and so is everything that it held."""
         self.ready = None
         self.runner, self.core = self._start()
-        self._outbox = [EngineDied("it was killed", -9)]
+        self._outbox = [EngineDied("it was killed", -9, alone)]
         self._deliver()
 
     def restart(self) -> None:

@@ -557,7 +557,7 @@ def test_a_fault_of_the_device_has_an_exit_code_of_its_own(monkeypatch, quiet):
 def test_whoever_watches_is_told_what_all_should_take_that_is_in_flight():
     engine = ahead()
     told = []
-    engine.core.scheduler.on_planned = told.append
+    engine.core.scheduler.on_planned = lambda seconds, _alone: told.append(seconds)
     engine.submit(1, [1, 2, 3], params=sampling_params(3))
     step_s = engine.core.scheduler.cost.parameters.step_s
     engine.step()

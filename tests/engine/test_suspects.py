@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from chatd.engine.messages import Cancel, FinishReason
+from chatd.engine.pulse import NO_SUSPECT, NOT_KNOWN
 from chatd.testing.engine import EngineHarness, engine_config, sampling_params
 
 
@@ -52,6 +53,19 @@ def test_a_suspect_has_every_second_step_until_it_has_drawn_two_tokens():
     engine.run()
     assert engine.steps[:8] == [[1], [1], [2], [1], [2], [1, 2], [1, 2], [1, 2]]
     assert engine.outputs[2] == expected
+
+
+def test_whoever_watches_is_told_which_suspect_is_in_a_step_and_when_none_is():
+    engine = seen()
+    told = []
+    engine.core.scheduler.on_planned = lambda _seconds, alone: told.append(alone)
+    engine.submit(1, prompt(1))
+    engine.step(2)
+    go_on(engine, 2)
+    engine.run()
+    assert engine.steps[:6] == [[1], [1], [2], [1], [2], [1, 2]]
+    assert told[:6] == [NO_SUSPECT, NO_SUSPECT, 2, NO_SUSPECT, 2, NO_SUSPECT]
+    assert NOT_KNOWN not in told
 
 
 def test_a_suspects_prompt_is_computed_in_steps_of_its_own():
