@@ -2,6 +2,7 @@
 
 import logging
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -184,11 +185,11 @@ def exact_bills(core) -> tuple[Fraction, dict[int, Fraction]]:
 
 
 @settings(max_examples=12, deadline=None)
-@given(st.integers(0, 2**31), st.integers(0, len(SHAPES) - 1))
-def test_the_bills_are_the_active_blocks_at_every_moment_of_a_busy_engine(seed, shape):
+@given(st.integers(0, 2**31), st.integers(0, len(SHAPES) - 1), st.sampled_from([1, 2]))
+def test_the_bills_are_the_active_blocks_at_every_moment_of_a_busy_engine(seed, shape, steps_in_flight):
     logging.disable(logging.CRITICAL)
     try:
-        simulation = Simulation(seed, SHAPES[shape])
+        simulation = Simulation(seed, replace(SHAPES[shape], steps_in_flight=steps_in_flight))
         for _ in range(60):
             simulation.run(5)
             core = simulation.core
@@ -287,3 +288,18 @@ def test_the_facts_do_not_move_a_tier_or_a_count():
     inspect(engine)
     assert rows(engine) == before
     assert before.leases[0].tier is Tier.DEVICE
+
+
+def test_what_was_counted_outlives_the_kv_of_a_broken_pool(caplog):
+    engine = harness()
+    engine.generate(1, prompt(10), lease=5)
+    account = engine.core.pool.account("acme")
+    account.num_evicted, account.num_wanted_again, engine.core.pool.public.num_wanted_again = 3, 2, 1
+    engine.core.pool.blocks[engine.core.leases.get(5).table.block_ids[0]].ref_count += 1
+    with caplog.at_level(logging.CRITICAL, "chatd.engine.core"):
+        for _ in range(5):
+            engine.core.idle(1.0)
+    frame = rows(engine)
+    assert engine.core.stats().integrity_errors == 1
+    assert [(row.num_evicted, row.num_wanted_again) for row in frame.tenants] == [(3, 2)]
+    assert frame.num_wanted_again == 3

@@ -218,6 +218,8 @@ def test_a_cell_without_facts_says_why_and_a_free_one_that_nothing_is_in_it() ->
     assert cell_text(CellView(0, 1, (0, 0, 1, 0), None, "why"), 16, 80).plain == "▒ 1 active\nwhy"
     nothing = p.PoolInspected(cell=0, blocks_per_cell=1, blocks=[])
     assert cell_text(CellView(0, 1, (1, 0, 0, 0), nothing), 16, 80).plain.split("\n")[1].startswith("free:")
+    gone = cell_text(CellView(0, 1, (0, 0, 1, 0), nothing), 16, 80).plain
+    assert gone.split("\n")[1].startswith("there is nothing to tell")
     large = p.PoolInspected(cell=0, blocks_per_cell=100, blocks=[], left_out=36)
     assert "36 more" in cell_text(CellView(0, 100, (0, 100, 0, 0), large), 16, 80).plain
     assert cell_at([(1, 0, 0, 0)], 5) == (0, 0, 0, 0)

@@ -15,6 +15,8 @@ from chatd_tui.widgets.pool_tables import short_time
 LIVE_ONLY = "what is in a block is known of now only: Space goes on"
 NOT_TOLD = "this daemon does not tell what is in a cell"
 ASKING = "asking"
+FREE = "free: nothing is in it, and nobody holds it"
+CHANGED = "there is nothing to tell: a step in progress holds it, or it has just become free"
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ def cell_text(view: CellView, block_size: int, width: int) -> Content:
         lines.append(Content.styled(_HEAD, "$muted"))
         lines += [block_line(block, block_size, width) for block in facts.blocks]
     elif not facts.left_out:
-        lines.append(Content.styled("free: nothing is in it, and nobody holds it", "$muted"))
+        is_free = not any(view.counts[1:])
+        lines.append(Content.styled(FREE if is_free else CHANGED, "$muted"))
     if facts.left_out:
         lines.append(Content.styled(f"… and {facts.left_out} more of which nothing is asked", "$muted"))
     return Content("\n").join(lines)
