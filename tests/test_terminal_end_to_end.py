@@ -264,8 +264,10 @@ def test_a_file_goes_with_a_message_once_that_is_confirmed(screens: Screens) -> 
 
 def test_a_system_prompt_and_parameters_hold_for_the_conversation(screens: Screens, place: Place) -> None:
     terminal = screens.open("/set temperature=0 max_tokens=8 seed=7", "/system You are a pirate.")
-    carry_out(terminal, "/set")
-    terminal.wait_for("temperature=0.0 max_tokens=8 seed=7")
+    terminal.enter("/set")
+    terminal.wait_for("You are a pirate", r"temperature +0\.0 ", r"longest answer +8 ", r"seed +7 ")
+    terminal.press("Escape")
+    terminal.wait_for("│ Ask something")
     terminal.enter("Hello there")
     terminal.wait_for("You are a pirate.", "Hello there", "reached the token limit · 8 tokens")
     carry_out(terminal, "/set max_tokens=4")

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from chatd.config.addresses import DEFAULT_PORT, is_loopback, local_url, proxy_networks
-from chatd.config.connecting import ClientDefaults, check_key_transport, client_defaults, input_history_path
+from chatd.config.connecting import ClientDefaults, check_key_transport, client_defaults, input_history_path, theme_name
 from chatd.config.folders import (
     cache_dir,
     config_dir,
@@ -93,6 +93,7 @@ __all__ = [
     "servers_path",
     "single_server",
     "state_dir",
+    "theme_name",
     "usual_keys_path",
 ]
 

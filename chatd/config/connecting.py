@@ -44,6 +44,11 @@ def input_history_path() -> Path | None:
     return state_dir() / "input-history" if wanted == "on" else None
 
 
+def theme_name() -> str | None:
+    """Return the theme that the terminal client begins with where it is not told: `CHATD_THEME`."""
+    return os.environ.get("CHATD_THEME") or None
+
+
 def check_key_transport(url: str, key: str | None) -> None:
     """Refuse to send a key over the network in the clear.
 

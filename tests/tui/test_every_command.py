@@ -298,6 +298,13 @@ async def _(stage: Stage) -> None:
     await stage.wait_until(lambda: stage.app.chat.title_bar.view.phase == "connected")
 
 
+@of("theme")
+async def _(stage: Stage) -> None:
+    await stage.enter("/theme nord")
+    await stage.told("the colors are those of nord")
+    assert stage.app.theme == "nord"
+
+
 @of("quit")
 async def _(stage: Stage) -> None:
     await stage.enter("/quit")
@@ -340,6 +347,7 @@ REFUSED: dict[str, set[str]] = {
     "erase": {OFFLINE, OLD, BEFORE, OBSERVER},
     "pool": {OFFLINE},
     "palette": set(),
+    "theme": set(),
     "help": set(),
     "connect": set(),
     "quit": set(),

@@ -11,7 +11,7 @@ from chatd.protocol.ranges import RANGES
 from chatd.testing.scripted_daemon import Script, ScriptedDaemon
 from chatd_tui.app import ChatApp
 from chatd_tui.form_fields import FIELDS, Changes, FormView, changes, mistakes, text_of
-from chatd_tui.screens.form import WIDE, FieldRow, FormScreen, LeaveScreen
+from chatd_tui.screens.form import FieldRow, FormScreen, LeaveScreen
 from chatd_tui.settings_form import SAVED
 
 MakeApp = Callable[..., ChatApp]
@@ -139,6 +139,20 @@ async def test_what_is_saved_is_what_was_changed(daemon: ScriptedDaemon, make_ap
         assert update.title is None
 
 
+async def test_what_is_typed_right_before_it_is_saved_is_saved(
+    daemon: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    app = make_app(daemon)
+    async with app.run_test(size=SIZE):
+        await wait_until(connected(app))
+        app.simulate_key("f4")
+        await wait_until(lambda: isinstance(app.screen, FormScreen) and app.screen.focused is not None)
+        for key in ("H", "i", "ctrl+s"):
+            app.simulate_key(key)
+        await wait_until(lambda: app.screen is app.chat)
+        assert app.link.draft.system == "Hi"
+
+
 async def test_esc_asks_before_changes_are_lost(daemon: ScriptedDaemon, make_app: MakeApp, wait_until) -> None:
     app = make_app(daemon)
     async with app.run_test(size=SIZE) as pilot:
@@ -263,9 +277,8 @@ async def test_the_form_fits_any_terminal(daemon: ScriptedDaemon, make_app: Make
         await wait_until(lambda: form.region.contains_region(last.region) and last.region.area > 0)
         await pilot.press("?")
         said = "✕ ignore_eos: expected"
-        wide = size[0] >= WIDE
         await wait_until(lambda: note(form, "ignore_eos").startswith(said))
-        assert str(form.query_one("#status", Static).render()).startswith("" if wide else said)
+        assert str(form.query_one("#status", Static).render()).startswith(said)
         await pilot.resize_terminal(30, 8)
         await wait_until(lambda: form.region.contains_region(last.region) and last.region.area > 0)
         await pilot.press("tab", "shift+tab")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
+from textual.widgets import Input, TextArea
 
 from chatd import protocol as p
 from chatd.client import CellMap, ConnectionPhase, ConnectionState, PoolState
@@ -167,6 +168,19 @@ async def commands(pilot: Pilot[None]) -> None:
     await pilot.pause()
 
 
+async def settings(pilot: Pilot[None]) -> None:
+    app = pilot.app
+    assert isinstance(app, StillApp)
+    await app.begin(pilot)
+    app.link._session = None
+    await pilot.press("f4")
+    await pilot.press(*"Be brief.", "tab", "7")
+    system = app.screen.query_one(TextArea)
+    system.cursor_blink = False
+    app.screen.query_one("#temperature", Input).cursor_blink = False
+    await pilot.pause()
+
+
 async def pool(pilot: Pilot[None]) -> None:
     app = pilot.app
     assert isinstance(app, StillApp)
@@ -182,7 +196,7 @@ async def pool(pilot: Pilot[None]) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=["80x24", "120x36", "44x18"])
-@pytest.mark.parametrize("scene", [welcome, conversation, versions, commands, pool])
+@pytest.mark.parametrize("scene", [welcome, conversation, versions, commands, settings, pool])
 def test_the_screen_looks_as_it_did(
     snap_compare, tmp_path: Path, size: tuple[int, int], scene: Callable[[Pilot[None]], Awaitable[None]]
 ) -> None:

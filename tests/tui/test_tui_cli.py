@@ -121,6 +121,18 @@ class StartedDaemon:
         on_phase("starting", 0.0)
 
 
+@pytest.mark.parametrize(("option", "takes_it"), [((), True), (("--no-mouse",), False)])
+async def test_the_mouse_is_the_terminals_where_that_is_asked_for(
+    make_terminal, wait_until, option: tuple[str, ...], takes_it: bool
+) -> None:
+    async with (
+        ScriptedDaemon([Script()]) as daemon,
+        make_terminal([*COMMAND, daemon.url, *option], CHATD_KEY="k") as terminal,
+    ):
+        await wait_until(lambda: b"connected" in terminal.output)
+        assert (b"\x1b[?1000h" in terminal.output) == takes_it
+
+
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -129,7 +141,7 @@ def log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     StartedDaemon.log = log
 
     def opened(servers: str | list[Server], key: str | None = None, **options: Any) -> None:
-        assert options == {"keymap": DEFAULT, "mouse": True}
+        assert options == {"keymap": DEFAULT, "theme": None, "mouse": True}
         if isinstance(servers, str):
             log.append(f"app {servers} {key}")
         else:

@@ -17,6 +17,7 @@ from chatd_tui.clipboard import MAX_OSC52_BYTES, save_copy
 from chatd_tui.export import code_blocks, rendered, write_new
 from chatd_tui.form_fields import FIELDS
 from chatd_tui.settings_form import open_form
+from chatd_tui.theme import check_theme
 from chatd_tui.views import ItemView
 from chatd_tui.widgets.status import StatusView
 
@@ -326,6 +327,14 @@ class Actions:
     async def palette(self, _: str) -> None:
         """Open the palette."""
         self._app.action_command_palette()
+
+    async def theme(self, argument: str) -> None:
+        """Take a theme, or show them all to choose from."""
+        if not argument:
+            self._app.search_themes()
+            return
+        self._app.theme = check_theme(argument)
+        self._say(f"the colors are those of {argument}", f"CHATD_THEME={argument} has the client begin with them")
 
     async def help(self, _: str) -> None:
         """List the commands and keys."""

@@ -10,7 +10,7 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from chatd.clean import clean, clean_line
-from chatd.config import Server, input_history_path, state_dir
+from chatd.config import Server, input_history_path, state_dir, theme_name
 from chatd.errors import ChatdError
 from chatd.protocol import (
     AttachRole,
@@ -30,7 +30,7 @@ from chatd_tui.screens.found import FoundScreen
 from chatd_tui.screens.help import ConfirmScreen, HelpScreen, LinkScreen
 from chatd_tui.screens.pool import PoolScreen
 from chatd_tui.sending import Sending
-from chatd_tui.theme import CHATD
+from chatd_tui.theme import CHATD, check_theme, own_variables
 from chatd_tui.views import FoundRow, MeterView
 from chatd_tui.widgets.status import StatusView
 
@@ -46,6 +46,7 @@ class ChatApp(NewsApp, inherit_bindings=False):
         copies: The folder that keeps the last copied answer.
         history: What was sent before; in memory only, where none is given.
         keymap: The keys of the commands.
+        theme: Its name.
     """
 
     TITLE = "chatd"
@@ -66,12 +67,13 @@ class ChatApp(NewsApp, inherit_bindings=False):
         copies: Path | None = None,
         history: InputHistory | None = None,
         keymap: Keymap = DEFAULT,
+        theme: str = CHATD.name,
     ) -> None:
         super().__init__([Server("", servers, lambda: key)] if isinstance(servers, str) else servers, keymap)
         recognize_alt_enter()
         self.use_command_palette = True
         self.register_theme(CHATD)
-        self.theme = CHATD.name
+        self.theme = check_theme(theme)
         self.keymap = keymap
         self.set_keymap(keymap.moved())
         self.chat.composer.suggest = self._suggest
@@ -151,6 +153,10 @@ class ChatApp(NewsApp, inherit_bindings=False):
             self.show_error(error)
             return False
         return True
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        """Give a theme that is not ours the colors that our styles name."""
+        return own_variables(self.current_theme)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Leave a command's key to the page that is open, unless the command works there."""
@@ -299,6 +305,7 @@ def run_app(
     key: str | None = None,
     *,
     keymap: Keymap | None = None,
+    theme: str | None = None,
     mouse: bool = True,
     on_exit: Callable[[], None] | None = None,
 ) -> None:
@@ -306,14 +313,17 @@ def run_app(
 
     Args:
         keymap: Of the usual file, where none is given.
+        theme: That of `CHATD_THEME`, else our own, where none is given.
         mouse: Take the mouse; else the terminal has it, and selects text with it.
 
     Raises:
-        ConfigError: The usual keymap file is wrong.
+        ConfigError: The usual keymap file is wrong, or there is no such theme.
     """
     keymap = keymap or load_keymap()
+    theme = check_theme(theme or theme_name() or CHATD.name)
     try:
-        ChatApp(servers, key, history=InputHistory(input_history_path()), keymap=keymap).run(mouse=mouse)
+        app = ChatApp(servers, key, history=InputHistory(input_history_path()), keymap=keymap, theme=theme)
+        app.run(mouse=mouse)
     finally:
         if on_exit is not None:
             on_exit()

@@ -60,6 +60,7 @@ def connect(
     keymap: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Keys of your own (default: keymap.toml).")
     ] = None,
+    theme: Annotated[str | None, typer.Option(help="Its name (default: CHATD_THEME, or chatd).")] = None,
     no_mouse: Annotated[bool, typer.Option("--no-mouse", help="Leave the mouse to the terminal.")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
@@ -70,8 +71,11 @@ def connect(
     if len(servers) == 1:
         check_key_transport(servers[0].url, servers[0].read_key())
     from chatd_tui.keymap_file import load_keymap
+    from chatd_tui.theme import check_theme
 
     keys = load_keymap(keymap)
+    if theme is not None:
+        check_theme(theme)
     if not _has_terminal():
         raise EnvironmentProblem(
             "chatd-tui needs a terminal",
@@ -79,7 +83,7 @@ def connect(
         )
     from chatd_tui.app import run_app
 
-    run = partial(run_app, keymap=keys, mouse=not no_mouse)
+    run = partial(run_app, keymap=keys, theme=theme, mouse=not no_mouse)
     if len(servers) > 1 or not _wants_to_start(servers[0]):
         # Where nobody answers yet, the client says what to do about it and goes on trying.
         run(servers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from chatd.protocol import Params
 from chatd_tui.actions import Actions
 from chatd_tui.commands import Command
+from chatd_tui.theme import THEMES
 
 MESSAGES, CONVERSATIONS, ABOUT = "Messages", "Conversations", "Going about"
 SETTINGS = tuple(f"{name}=" for name in Params.__struct_fields__)
@@ -212,6 +213,15 @@ COMMANDS: tuple[Command, ...] = (
     Command("pool", "the memory pool", ABOUT, Actions.pool, keys=("f2",), short="pool"),
     Command(
         "palette", "all commands, to search", ABOUT, Actions.palette, keys=("ctrl+p",), short="commands", offline=True
+    ),
+    Command(
+        "theme",
+        "choose the colors",
+        ABOUT,
+        Actions.theme,
+        hint="[NAME]",
+        choices=THEMES,
+        offline=True,
     ),
     Command("help", "this list", ABOUT, Actions.help, keys=("f1",), short="help", offline=True, anywhere=True),
     Command(

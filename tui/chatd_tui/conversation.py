@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from chatd.clean import clean, clean_line
 from chatd.protocol import (
@@ -13,6 +13,7 @@ from chatd.protocol import (
     ClientAttached,
     ClientLeft,
     Event,
+    Item,
     ItemAdded,
     OutputTextDelta,
     ResponseCompleted,
@@ -28,6 +29,8 @@ from chatd.protocol import (
     SessionTruncated,
     SessionUsage,
     Snapshot,
+    Timings,
+    Usage,
 )
 from chatd_tui import status_text
 from chatd_tui.screens.chat import ChatScreen
@@ -39,6 +42,29 @@ from chatd_tui.widgets.user_message import UserMessage
 RATE_WINDOW_S = 3.0
 TOLD_S = 4.0
 """For how long what is told in the middle of an answer stays on the line above the input."""
+
+
+NO_TURN: dict[str, float | None] = {"tok_s": None, "last_tok_s": None, "ttft_ms": None, "turn_hit": None}
+"""The meter's fields that are of a turn, before there is one."""
+
+
+def _turn(usage: Usage, timings: Timings) -> dict[str, float | None]:
+    """Return the meter's fields of a turn that ended."""
+    hit = usage.cached_tokens / usage.input_tokens if usage.input_tokens else None
+    return {
+        "tok_s": None,
+        "last_tok_s": timings.decode_tok_s or None,
+        "ttft_ms": timings.ttft_ms or None,
+        "turn_hit": hit,
+    }
+
+
+def _last_turn(items: Sequence[Item]) -> dict[str, float | None]:
+    """Return the meter's fields of the last turn that ended."""
+    ended = next((item for item in reversed(items) if item.usage is not None and item.timings is not None), None)
+    if ended is None or ended.usage is None or ended.timings is None:
+        return NO_TURN
+    return _turn(ended.usage, ended.timings)
 
 
 class Rate:
@@ -81,7 +107,7 @@ class Conversation:
         self.busy = False
         self._chat.status = StatusView()
         self._chat.composer.leave_edit()
-        self._draw_meter(context_used=0 if empty else None, tier="")
+        self._draw_meter(context_used=0 if empty else None, tier="", **NO_TURN)
         if empty:
             await self._chat.transcript.show([])
 
@@ -99,7 +125,8 @@ class Conversation:
             self._chat.status = status_text.attached(snapshot.session, role)
         usage = snapshot.state.usage or {}
         tier = snapshot.state.tier or snapshot.session.tier
-        self._draw_meter(context_used=usage.get("context_used", snapshot.session.context_used), tier=tier)
+        used = usage.get("context_used", snapshot.session.context_used)
+        self._draw_meter(context_used=used, tier=tier, **_last_turn(snapshot.items))
 
     def last_answer(self) -> str:
         """Return the text of the last answer, so far where it is in progress."""
@@ -121,6 +148,7 @@ class Conversation:
             case ResponseCreated():
                 self.busy = True
                 self._rate = Rate()
+                self._draw_meter(tok_s=None)
                 await transcript.branch(event.item.parent, [ItemView.of(event.item)])
                 if chat.status.kind != "busy" or chat.status.text == "sending":
                     chat.status = status_text.THINKING
@@ -133,6 +161,8 @@ class Conversation:
                 chat.status = status_text.queued(event.position, event.why)
             case ResponsePrefill():
                 chat.status = status_text.prefill(event.done, event.total, event.cached)
+                if event.total:
+                    self._draw_meter(turn_hit=event.cached / event.total)
             case ResponsePreempted():
                 chat.status = status_text.SET_ASIDE
             case ResponseResumed():
@@ -184,10 +214,11 @@ class Conversation:
             # A notice tells what a command did, and may have come just now.
             self._chat.status = StatusView()
         used = event.usage.input_tokens + event.usage.output_tokens
-        self._draw_meter(ttft_ms=event.timings.ttft_ms, tok_s=event.timings.decode_tok_s or None, context_used=used)
+        self._draw_meter(context_used=used, **_turn(event.usage, event.timings))
 
     def _fail(self, event: ResponseFailed) -> None:
         self.busy = False
+        self._draw_meter(tok_s=None)
         transcript = self._chat.transcript
         answer = transcript.answer_in_progress()
         text = answer.text if answer is not None and answer.item_id == event.item_id else ""

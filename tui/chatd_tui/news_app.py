@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from textual.app import App
 
@@ -177,11 +179,9 @@ class NewsApp(App[None], inherit_bindings=False):
             hint = "give a key with --key, CHATD_KEY or servers.toml"
         self.chat.status = StatusView("error", clean_line(error.message, 300), clean_line(hint))
 
-    def draw_meter(self, **changes: float | int | None) -> None:
-        """Change what the meter shows; what is None stays as it is."""
-        fields = {name: getattr(self.meter, name) for name in MeterView.__dataclass_fields__}
-        known = {name: value for name, value in changes.items() if value is not None or name == "context_used"}
-        self.meter = MeterView(**{**fields, **known})
+    def draw_meter(self, **changes: Any) -> None:
+        """Change what the meter shows: fields of its view."""
+        self.meter = replace(self.meter, **changes)
         self.chat.meter.view = self.meter
 
     def _is_on_screen(self, news: messages.DaemonNews, session: str) -> bool:

@@ -1,8 +1,12 @@
-"""The colors."""
+"""The colors: our own theme, Textual's, and of these what our styles need beside Textual's variables."""
 
 from __future__ import annotations
 
-from textual.theme import Theme
+from textual.color import Color
+from textual.theme import BUILTIN_THEMES, Theme
+
+from chatd.clean import clean_line
+from chatd.errors import ConfigError
 
 CHATD = Theme(
     name="chatd",
@@ -30,3 +34,28 @@ CHATD = Theme(
         "scrollbar-corner-color": "#12141a",
     },
 )
+
+THEMES = (CHATD.name, *sorted(BUILTIN_THEMES))
+"""Those whose names begin with "ansi" have the terminal's own 16 colors."""
+
+
+def check_theme(name: str) -> str:
+    """Return the name of a theme.
+
+    Raises:
+        ConfigError: There is none of this name.
+    """
+    if name not in THEMES:
+        raise ConfigError(
+            f"there is no theme {clean_line(name, 40)!r}", param="theme", hint=f"one of {', '.join(THEMES)}"
+        )
+    return name
+
+
+def own_variables(theme: Theme) -> dict[str, str]:
+    """Return the variables of our styles for a theme that does not know them."""
+    if theme.ansi:
+        return {"muted": "ansi_default", "faint": "ansi_bright_black", "line": "ansi_bright_black"}
+    colors = theme.to_color_system().generate()
+    front, back = Color.parse(colors["foreground"]), Color.parse(colors["background"])
+    return {name: back.blend(front, part).hex6 for name, part in (("muted", 0.65), ("faint", 0.45), ("line", 0.25))}

@@ -29,14 +29,30 @@ END_REASONS = {
 
 @dataclass(frozen=True)
 class MeterView:
-    """What the one-line meter shows; None is not known yet."""
+    """What the one-line meter shows; None is not known, or not now.
+
+    Attributes:
+        blocks: Of the pool.
+        active: Of these, held by somebody.
+        cached: Of these, held by nobody and not free.
+        hit_rate: Part of all prompt tokens that was found in the cache.
+        tok_s: Of the answer in progress, over the last seconds.
+        last_tok_s: Of the last answer that ended.
+        ttft_ms: From the last message to its answer's first token.
+        turn_hit: Part of the last turn's prompt that was found in the cache.
+        context_used: Tokens of the conversation.
+        context_max: Tokens that fit.
+        tier: Where the conversation's KV is.
+    """
 
     blocks: int = 0
     active: int = 0
     cached: int = 0
     hit_rate: float | None = None
     tok_s: float | None = None
+    last_tok_s: float | None = None
     ttft_ms: float | None = None
+    turn_hit: float | None = None
     context_used: int | None = None
     context_max: int | None = None
     tier: str = ""

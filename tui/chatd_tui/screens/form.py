@@ -22,6 +22,7 @@ from chatd_tui.views import short_number
 from chatd_tui.widgets.key_line import KeyLine
 
 WIDE = 80
+LOW = 14
 KEYS = (("^S", "save"), ("Tab", "next"), ("F5", "this field's default"), ("Esc", "back"))
 LOCKED_KEYS = (("Esc", "back"), ("↑↓", "scroll"))
 FRAME_OVERHEAD_BYTES = 1024
@@ -33,8 +34,8 @@ class FieldRow(Horizontal):
     DEFAULT_CSS = """
     FieldRow {
         height: 1;
-        & .label { width: 24; color: $muted; }
-        & Input { width: 24; background: $surface; }
+        & .label { width: 22; color: $muted; }
+        & Input { width: 18; background: $surface; }
         & Input:focus { background: $panel; }
         & Input:disabled { color: $faint; }
         & .note { width: 1fr; padding: 0 0 0 2; color: $muted; }
@@ -48,6 +49,7 @@ class FieldRow(Horizontal):
         parts = [f"default {default}", field.range_text]
         self.field = field
         self._about = self.note = " · ".join(part for part in parts if part)
+        self.is_wrong = False
         self._input = Input(text, placeholder=default, compact=True, id=field.name, disabled=locked)
         self._note = Static(self._about, classes="note", markup=False)
 
@@ -64,9 +66,23 @@ class FieldRow(Horizontal):
 
     def show(self, wrong: str) -> None:
         """Say what is wrong, else what the default is."""
+        self.is_wrong = bool(wrong)
         self.note = f"✕ {clean_line(wrong)}" if wrong else self._about
         self._note.update(Content(self.note))
         self._note.set_class(bool(wrong), "-wrong")
+
+
+class Choice(Checkbox):
+    """A box that is checked or empty, in any colors."""
+
+    BUTTON_LEFT = "["
+    BUTTON_RIGHT = "]"
+    BUTTON_INNER = " "
+
+    def watch_value(self) -> None:
+        """Show a mark, or none."""
+        self.BUTTON_INNER = "x" if self.value else " "
+        super().watch_value()
 
 
 class LeaveScreen(ModalScreen[Literal["save", "drop"] | None]):
@@ -120,12 +136,19 @@ class FormScreen(Screen[None]):
         & #rows { height: auto; margin: 0 0 1 0; }
         & #status { height: 1; padding: 0 2; }
         & #status.-wrong { color: $error; }
-        &.-narrow FieldRow { & .note { display: none; } & Input { width: 1fr; } }
+        &.-low #title, &.-low KeyLine { display: none; }
+        &.-low VerticalScroll { padding: 0 1; }
+        &.-narrow FieldRow {
+            & .note { display: none; }
+            & .label { width: 1fr; max-width: 22; }
+            & Input { width: 1fr; }
+        }
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+s", "save", "Save", show=False, priority=True),
-        Binding("f5", "default", "Default", show=False, priority=True),
+        # Behind what is typed before them: none of it may be missing in what is saved.
+        Binding("ctrl+s", "save", "Save", show=False),
+        Binding("f5", "default", "Default", show=False),
         Binding("escape", "leave", "Back", show=False),
     ]
 
@@ -137,13 +160,13 @@ class FormScreen(Screen[None]):
         is_locked = bool(view.locked)
         self._system = TextArea(clean(view.system), id="system", read_only=is_locked, soft_wrap=True)
         self._rows = [FieldRow(f, text_of(view.params, f.name), view.defaults, locked=is_locked) for f in FIELDS]
-        self._policy = Checkbox(
+        self._policy = Choice(
             _label("leave the oldest messages out where the context is full", view.no_policy),
             view.context_policy == "drop_oldest",
             id="policy",
             disabled=is_locked or bool(view.no_policy),
         )
-        self._typeahead = Checkbox(
+        self._typeahead = Choice(
             _label("read what is typed before it is sent", view.no_typeahead),
             view.typeahead,
             id="typeahead",
@@ -154,7 +177,7 @@ class FormScreen(Screen[None]):
         """Lay out."""
         what = self._view.title or "a new conversation"
         yield Static(Content.assemble(("Settings", "bold $primary"), (f"  {what}", "$muted")), id="title")
-        with VerticalScroll():
+        with VerticalScroll(can_focus=bool(self._view.locked)):
             self._system.border_title = "System prompt"
             yield self._system
             yield Static("An empty field is the default. What is saved holds from the next answer on.", classes="about")
@@ -187,6 +210,7 @@ class FormScreen(Screen[None]):
     def on_resize(self, event: events.Resize) -> None:
         """Say what is at the side in the last line, where there is no room for it, and keep the field in sight."""
         self.set_class(event.size.width < WIDE, "-narrow")
+        self.set_class(event.size.height < LOW, "-low")
         self._say_note()
         if self.focused is not None:
             self.call_after_refresh(self.focused.scroll_visible, animate=False)
@@ -196,9 +220,14 @@ class FormScreen(Screen[None]):
         self._say_note()
 
     def _say_note(self) -> None:
+        """Say what stands beside the field that has the keyboard, where there may be no room for it."""
         row = self.focused.parent if self.focused is not None else None
-        if isinstance(row, FieldRow) and self.has_class("-narrow"):
-            self._say(row.note, is_wrong=row.note.startswith("✕"))
+        if not isinstance(row, FieldRow):
+            self._say(self._view.locked)
+        elif row.is_wrong or self.has_class("-narrow"):
+            self._say(row.note, is_wrong=row.is_wrong)
+        else:
+            self._say("")
 
     def on_input_submitted(self) -> None:
         """Go on to the next field."""
@@ -224,7 +253,7 @@ class FormScreen(Screen[None]):
         text = self._system.text
         num_bytes = len(msgspec.json.encode(text)) + FRAME_OVERHEAD_BYTES
         limit = self._view.max_bytes
-        self._system.border_subtitle = f"{short_number(len(text))} characters" if text else "none"
+        self._system.border_subtitle = f"{short_number(len(text))} character{'' if len(text) == 1 else 's'}"
         if limit and num_bytes > limit:
             wrong["system"] = f"the system prompt makes a frame of {num_bytes} bytes, the limit is {limit}"
             self._system.border_subtitle = wrong["system"]

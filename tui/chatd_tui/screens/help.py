@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 from textual import events
@@ -53,10 +54,14 @@ def help_lines(context: Context, keymap: Keymap) -> Content:
                         (reason or command.help, "$faint" if reason else "$muted"),
                     )
                 )
-    where = clean_line(str(keymap_path()))
-    lines += [Content(""), Content.styled(f"Other keys: {where}, or --keymap FILE", "$faint")]
+    lines += [Content(""), Content.styled(f"Keys of your own: {_keymap_place()}, or --keymap FILE", "$faint")]
     lines.append(Content.styled("↑ ↓ scroll; any other key closes this", "$faint"))
     return Content("\n").join(lines)
+
+
+def _keymap_place() -> str:
+    path, home = keymap_path(), Path.home()
+    return clean_line(f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path))
 
 
 class HelpScreen(ModalScreen[None]):
