@@ -109,6 +109,19 @@ async def test_sessions_are_listed_read_changed_and_closed(start) -> None:
         assert closed == SessionClosed(session=session, re="c")
 
 
+async def test_a_search_says_which_message_has_the_text_and_who_has_the_session_open(start) -> None:
+    async with start() as running, running.chat() as talk, running.chat() as other:
+        session = (await create(talk, title="one")).session.id
+        await talk.send(UserMessage(id="m", session=session, content="where is the needle?"))
+        events = await talk.until(ResponseCompleted)
+        said = next(event.item for event in events if isinstance(event, ItemAdded))
+        await other.ask(SessionAttach(id="a", session=session, role="observer"))
+        found = await talk.ask(SessionList(id="l", query="NEEDLE"))
+        assert isinstance(found, SessionListed)
+        assert found.passages == [protocol.Passage(session=session, item=said.id, text="where is the needle?")]
+        assert [(info.writers, info.observers) for info in found.sessions] == [(1, 1)]
+
+
 async def test_a_second_connection_sees_the_answer_and_one_that_left_does_not(start) -> None:
     async with start() as running, running.chat() as writer, running.chat() as reader:
         running.engine.held = True
@@ -116,6 +129,7 @@ async def test_a_second_connection_sees_the_answer_and_one_that_left_does_not(st
         attached = await reader.ask(SessionAttach(id="a", session=session, role="observer"))
         assert isinstance(attached, SessionAttached)
         assert attached.replay == "snapshot"
+        assert (attached.snapshot.session.writers, attached.snapshot.session.observers) == (1, 1)
         await writer.send(UserMessage(session=session, content="hi"))
         await writer.until(ResponseCreated)
         refused = await reader.ask(UserMessage(id="m", session=session, content="no"))

@@ -408,7 +408,9 @@ async def test_a_wrong_key_is_said_with_what_helps(make_app: MakeApp, wait_until
         app = make_app(daemon, "wrong")
         async with app.run_test(size=SIZE):
             await wait_until(lambda: status(app).kind == "error")
-            assert status(app) == StatusView("error", "key is not known", "give a key with --key, CHATD_KEY or servers.toml")
+            assert status(app) == StatusView(
+                "error", "key is not known", "give a key with --key, CHATD_KEY or servers.toml"
+            )
             assert app.chat.query_one(TitleBar).view.phase == "closed"
 
 

@@ -45,7 +45,7 @@ def obstacle(state: ConnectionState, url: str) -> Obstacle | None:
         keys = (
             (f"CHATD_KEY=ck_… chatd-tui {where}", "gives it one"),
             ('key_file = "…"', f"in {servers_path()}, for good"),
-            ("chatd keys create --tenant … --user …", "makes one, where the daemon runs"),
+            ("chatd keys create --tenant … --user …", "makes one, there"),
         )
         return Obstacle(f"The daemon at {where} wants another key.", keys, "Another key in its file is used at once.")
     if state.phase is ConnectionPhase.CLOSED:

@@ -38,6 +38,9 @@ class FoundScreen(ModalScreen[FoundRow | None]):
         & OptionList {
             height: auto; max-height: 16; border: none; background: $surface; padding: 0;
             &:focus { border: none; background-tint: transparent; }
+            &:focus > .option-list--option-highlighted {
+                background: $primary 25%; color: $foreground; text-style: none;
+            }
         }
     }
     """

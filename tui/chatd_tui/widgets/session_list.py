@@ -14,7 +14,9 @@ from chatd_tui.views import ServerRow, SessionRow
 NEW = "+"
 """Stands for a new session where ids of options have a session's."""
 
-PHASES = {"connected": ("● ", "$success"), "closed": ("✕ ", "$error")}
+PHASES = {"connected": ("", ""), "closed": ("✕ ", "$error")}
+"""Marks before a daemon's name; a dot marks an answer in progress."""
+
 WIDTH = 27
 
 
@@ -28,6 +30,7 @@ class SessionList(OptionList):
         &:focus { border: none; border-right: tall $primary; background: $surface; background-tint: transparent; }
         & > .option-list--option-highlighted { background: $surface; color: $foreground; text-style: none; }
         &:focus > .option-list--option-highlighted { background: $primary 25%; color: $foreground; text-style: none; }
+        & > .option-list--option-disabled { color: $foreground; }
         & > .option-list--option-hover { background: $panel; }
     }
     """
@@ -72,7 +75,7 @@ def _id(server: str, session: str) -> str:
 def _server_option(row: ServerRow) -> Option:
     mark = PHASES.get(row.phase, ("◌ ", "$warning"))
     state = "" if row.phase == "connected" else f"  {row.connection}"
-    name = Content.assemble(mark, (row.name, "bold" if row.is_shown else ""), (state, "$muted"))
+    name = Content.assemble(mark, (row.name, "bold $accent" if row.is_shown else "$accent"), (state, "$muted"))
     return Option(name.truncate(WIDTH, ellipsis=True), disabled=True)
 
 
