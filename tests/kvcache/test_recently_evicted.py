@@ -2,7 +2,7 @@
 
 from array import array
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatd.kvcache.block import BlockId
@@ -42,6 +42,7 @@ def test_other_namespaces_parents_and_tokens_are_others():
     assert len(evicted) == 1
 
 
+@settings(deadline=None)
 @given(st.integers(1, 20), st.integers(0, 60))
 def test_the_oldest_are_forgotten_beyond_the_bound(bound, length):
     evicted = RecentlyEvicted(bound)

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatd import protocol as p
@@ -65,6 +65,7 @@ def test_a_daemon_that_does_not_count_what_is_wanted_again_has_no_line_of_it() -
     assert history((0.0, state(wanted_again=None))).past(0.0).wanted_again == ()
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0.01, 20.0), st.integers(0, 9)), min_size=1, max_size=80))
 def test_all_that_was_counted_within_the_minute_is_in_it(frames) -> None:
     now_s, total, made, seen = 0.0, 0, PoolHistory(), []
@@ -77,6 +78,7 @@ def test_all_that_was_counted_within_the_minute_is_in_it(frames) -> None:
     assert sum(made.past(now_s).evictions) == within
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=600))
 def test_moments_are_bounded_apart_from_each_other_and_end_with_the_latest(gaps) -> None:
     made, now_s = PoolHistory(), 0.0

@@ -1,6 +1,6 @@
 """What the page says in tables and of a cell: aligned, cleaned, and told apart without color."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatd import protocol as p
@@ -70,6 +70,7 @@ def test_the_table_lists_sessions_by_what_they_hold_in_aligned_columns() -> None
     assert session_table([], 50).plain.split("\n")[1] == "  no session holds anything"
 
 
+@settings(deadline=None)
 @given(st.integers(20, 140))
 def test_a_table_is_as_wide_as_its_room_and_drops_the_least_wanted_columns(width) -> None:
     lines = session_table([session(title="a" * 100)], width).plain.split("\n")
