@@ -2,13 +2,14 @@
 
 from itertools import pairwise
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatd import protocol as p
 from chatd.client import PoolState
 from chatd.testing.engine import FakeClock
-from chatd_tui.pool_moments import MAX_MOMENTS, WINDOW_S, PoolHistory, PoolMoment, PoolPlayer
+from chatd_tui.pool_moments import MAX_MOMENTS, MAX_ROWS, WINDOW_S, PoolHistory, PoolMoment, PoolPlayer
 
 
 def state(step: int = 0, **totals) -> PoolState:
@@ -92,6 +93,16 @@ def test_moments_are_bounded_apart_from_each_other_and_end_with_the_latest(gaps)
     assert times == sorted(times)
     assert all(later - earlier >= 0.19 for earlier, later in pairwise(times[:-1]))
     assert len(made._totals) <= 600
+
+
+def test_with_many_sessions_fewer_moments_are_kept() -> None:
+    row = p.SessionBlocks(session="s", title="", held=0, shared=0, tokens=0, tier="device", active=False)
+    crowded = msgspec.structs.replace(state(), sessions=(row,) * (MAX_ROWS // 4))
+    made = history(*((float(at_s), crowded) for at_s in range(9)))
+    assert [moment.at_s for moment in made.moments] == [5.0, 6.0, 7.0, 8.0]
+    huge = msgspec.structs.replace(state(), sessions=(row,) * (MAX_ROWS + 1))
+    made.add(PoolMoment(huge, 9.0, 0.0))
+    assert [moment.at_s for moment in made.moments] == [9.0]
 
 
 def player(num_moments: int) -> tuple[PoolPlayer, FakeClock]:

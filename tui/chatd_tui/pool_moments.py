@@ -18,6 +18,9 @@ MOMENT_INTERVAL_S = 0.25
 MAX_MOMENTS = 240
 """Moments that are kept, no closer to each other than that: a minute of a busy pool, hours of a quiet one."""
 
+MAX_ROWS = 50_000
+"""Rows of sessions in all moments together: with many sessions fewer moments are kept, so that memory is bounded."""
+
 _SLACK_S = 0.05
 """Frames that come a little early are moments of their own."""
 
@@ -71,6 +74,9 @@ class PoolHistory:
         if len(kept) > 1 and kept[-1].at_s - kept[-2].at_s < MOMENT_INTERVAL_S - _SLACK_S:
             kept.pop()  # Too close to the one before it, and not the last one any more.
         kept.append(moment)
+        num_rows = sum(len(other.state.sessions or ()) for other in kept)
+        while num_rows > MAX_ROWS and len(kept) > 1:
+            num_rows -= len(kept.popleft().state.sessions or ())
         self._totals.append((moment.at_s, moment.state.totals))
         # As far back as the minute before the oldest moment one can go to; a value holds until the next one.
         first_s = self.moments[0].at_s - WINDOW_S
