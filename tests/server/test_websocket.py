@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import msgspec
 import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
@@ -40,6 +41,7 @@ from chatd.protocol import (
     encode,
 )
 from chatd.server import daemon as daemon_module
+from chatd.sessions.model_profile import NEUTRAL
 from chatd.tenants.keys import create_key, parse, revoke_key
 from chatd.testing.sessions import encode_text
 
@@ -72,7 +74,8 @@ async def test_the_server_says_hello_first(start) -> None:
         assert hello.protocol == "chatd.v1"
         assert (hello.tenant, hello.user) == ("acme", "bob")
         assert hello.boot == running.daemon.boot
-        assert hello.model == protocol.ModelInfo(id="bytes", context=4096, block_size=16, blocks=4096)
+        params = msgspec.structs.replace(NEUTRAL, max_tokens=64)
+        assert hello.model == protocol.ModelInfo(id="bytes", context=4096, block_size=16, blocks=4096, params=params)
         assert hello.limits.frame_bytes == 262144
         assert talk.socket.subprotocol == "chatd.v1"
 

@@ -943,7 +943,8 @@ async def test_before_the_engine_is_ready_sessions_open_but_nothing_is_answered(
     await say(manager, session, "hi")
     engine.run()
     assert manager.items(session)[-1].content == "ok"
-    assert manager.model.info() == protocol.ModelInfo(id="bytes", context=4096, block_size=16, blocks=4096)
+    info = manager.model.info()
+    assert (info.id, info.context, info.block_size, info.blocks) == ("bytes", 4096, 16, 4096)
 
 
 async def test_native_turns_are_interactive() -> None:
