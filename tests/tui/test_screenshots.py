@@ -1,7 +1,8 @@
 """Pictures of the screens at three sizes, from fixed data, without a daemon and without a clock."""
 
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,18 @@ from textual.pilot import Pilot
 from textual.widgets import Input, TextArea
 
 from chatd import protocol as p
-from chatd.client import CellMap, ConnectionPhase, ConnectionState, PoolState
+from chatd.client import CellMap, ConnectionPhase, ConnectionState, FoundSession, PoolState
+from chatd.config import Server
+from chatd.errors import Unavailable
 from chatd_tui.app import ChatApp
 from chatd_tui.messages import ConnectionChanged, PoolChanged, SessionNews, SessionsListed
 from chatd_tui.pool_moments import PoolHistory
 from chatd_tui.screens.pool import PoolScreen
+from chatd_tui.status_text import WATCHING
+from chatd_tui.views import FoundRow
 from chatd_tui.widgets.answer import AnswerMessage
 
-SIZES = [(80, 24), (120, 36), (44, 18)]
+SIZES = [(60, 18), (100, 30), (160, 48)]
 ANSWER = """\
 A **KV cache** keeps the *keys* and *values* of the tokens before, so the next one costs one step:
 
@@ -38,7 +43,7 @@ HELLO = p.Hello(
     tenant="acme",
     user="ada",
     model=p.ModelInfo(id="smollm2-135m", context=8192, block_size=16, blocks=512),
-    caps=["fork", "branch", "pool.map"],
+    caps=["fork", "branch", "continue", "erase", "context", "prefill", "pool.map", "pool.inspect"],
     limits=p.Limits(frame_bytes=262144, sessions=64, inflight=8, replay_events=8192, replay_ttl_s=300),
     heartbeat_s=20,
 )
@@ -91,68 +96,114 @@ def pool_state(step: int) -> PoolState:
 class StillApp(ChatApp):
     """The client with nothing behind it and nothing that blinks."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__("http://127.0.0.1:1", copies=folder)
-
-        async def run() -> None:
-            return None
-
-        self.link.run = run  # type: ignore[method-assign]
+    def __init__(self, folder: Path, servers: Sequence[Server] | str = "http://127.0.0.1:1") -> None:
+        super().__init__(servers, copies=folder)
+        self.chat.composer.cursor_blink = False
+        for daemon in self.daemons:
+            daemon.link.run = nothing  # type: ignore[method-assign]
         self.link.watch_page = lambda cells: None  # type: ignore[method-assign]
+        self.link.inspect_cell = self.inspect_cell  # type: ignore[method-assign]
         self.link._session = "s1"
 
-    async def begin(self, pilot: Pilot[None]) -> None:
-        self.chat.composer.cursor_blink = False
-        self.post_message(ConnectionChanged(ConnectionState(ConnectionPhase.CONNECTED), HELLO))
-        self.post_message(PoolChanged(pool_state(30)))
+    async def inspect_cell(self, cell: int, blocks_per_cell: int) -> p.PoolInspected:
+        """Answer as the daemon would."""
+        holders = [
+            p.CellHolder(session="s1", title="Paged memory", own=True, tenant="acme", tokens=16),
+            p.CellHolder(session="s2", title="Dinner", own=True, tenant="acme", tokens=16),
+        ]
+        first = cell * blocks_per_cell
+        blocks = [block(first, "shared", holders, others=1), block(first + 1, "active", holders[:1])]
+        return p.PoolInspected(cell=cell, blocks_per_cell=blocks_per_cell, blocks=blocks[:blocks_per_cell])
+
+    def hear(self, *events: p.Event) -> None:
+        """Take what a daemon says of the session on the screen."""
+        for event in events:
+            self.post_message(SessionNews("s1", event))
+
+
+async def nothing() -> None:
+    return None
+
+
+def block(number: int, state: str, holders: list[p.CellHolder], others: int = 0) -> p.CellBlock:
+    return p.CellBlock(
+        block=number,
+        state=state,
+        references=len(holders) + others,
+        tenant="acme",
+        public=False,
+        registered=True,
+        place=3,
+        tokens=16,
+        age_s=94.0,
+        hit_age_s=12.0,
+        holders=holders,
+        others=others,
+    )
+
+
+COMMON = {"session": "s1", "ts": 0.0}
+LISTED = [info("s1", "Paged memory", 1234, True), info("s2", "Dinner for four, without onions or garlic", 190)]
+QUESTION = p.Item(id="q", role="user", content="What is a KV cache?", status="completed")
+BEGUN = p.Item(id="a", role="assistant", content="", status="in_progress", parent="q")
+ENDED = p.Item(id="a", role="assistant", content=ANSWER, status="completed", parent="q", reason="stop")
+
+
+async def welcome(app: StillApp, pilot: Pilot[None]) -> None:
+    app.post_message(ConnectionChanged(ConnectionState(ConnectionPhase.CONNECTED), HELLO))
+    app.post_message(PoolChanged(pool_state(30)))
+    await pilot.pause()
+
+
+async def asked(app: StillApp, pilot: Pilot[None]) -> None:
+    """A question was said, and nothing came of it yet."""
+    await welcome(app, pilot)
+    app.post_message(SessionsListed(LISTED))
+    app.hear(p.ItemAdded(seq=1, item=QUESTION, **COMMON))
+    await pilot.pause()
+
+
+async def waiting(app: StillApp, pilot: Pilot[None]) -> None:
+    await asked(app, pilot)
+    app.hear(p.ResponseQueued(session="s1", position=3, why="no_blocks"))
+    await pilot.pause()
+
+
+async def streaming(app: StillApp, pilot: Pilot[None]) -> None:
+    await asked(app, pilot)
+    text = ANSWER[: ANSWER.index("    return")]
+    app.hear(
+        p.ResponseCreated(seq=2, response="r", item=BEGUN, **COMMON),
+        p.OutputTextDelta(seq=3, item_id="a", delta=text, n_tokens=60, **COMMON),
+    )
+    while not (app.chat.query(AnswerMessage) and "each new token" in app.chat.query_one(AnswerMessage).drawn):
         await pilot.pause()
+    await pilot.pause()
 
 
-async def welcome(pilot: Pilot[None]) -> None:
-    app = pilot.app
-    assert isinstance(app, StillApp)
-    await app.begin(pilot)
-
-
-async def conversation(pilot: Pilot[None]) -> None:
-    app = pilot.app
-    assert isinstance(app, StillApp)
-    await app.begin(pilot)
-    app.post_message(SessionsListed([info("s1", "Paged memory", 1234, True), info("s2", "Dinner", 190)]))
-    question = p.Item(id="q", role="user", content="What is a KV cache?", status="completed")
-    begun = p.Item(id="a", role="assistant", content="", status="in_progress", parent="q")
-    ended = p.Item(id="a", role="assistant", content=ANSWER, status="completed", parent="q", reason="stop")
-    common = {"session": "s1", "ts": 0.0}
+async def conversation(app: StillApp, pilot: Pilot[None]) -> None:
+    await asked(app, pilot)
     usage = p.Usage.of(640, 592, 90)
     timings = p.Timings(queue_ms=1, ttft_ms=120, prefill_tok_s=400, decode_tok_s=38.2, preemptions=0)
-    for event in (
-        p.ItemAdded(seq=1, item=question, **common),
-        p.ResponseCreated(seq=2, response="r", item=begun, **common),
-        p.ResponseCompleted(seq=3, response="r", item=ended, reason="stop", usage=usage, timings=timings, **common),
-        p.SessionUsage(session="s1", context_used=1234, context_max=8192, blocks_held=78, blocks_shared=16),
-    ):
-        app.post_message(SessionNews("s1", event))
+    app.hear(
+        p.ResponseCreated(seq=2, response="r", item=BEGUN, **COMMON),
+        p.ResponseCompleted(seq=3, response="r", item=ENDED, reason="stop", usage=usage, timings=timings, **COMMON),
+        p.SessionUsage(session="s1", context_used=6234, context_max=8192, blocks_held=78, blocks_shared=16),
+    )
     while not (app.chat.query(AnswerMessage) and app.chat.query_one(AnswerMessage).settled):
         await pilot.pause()
     await pilot.pause()
 
 
-async def versions(pilot: Pilot[None]) -> None:
-    app = pilot.app
-    assert isinstance(app, StillApp)
-    await conversation(pilot)
-    again = p.Item(
-        id="b",
-        role="assistant",
-        content="It remembers.",
-        status="completed",
-        parent="q",
-        siblings=p.Siblings(index=2, count=3, previous="a", next="c"),
+async def versions(app: StillApp, pilot: Pilot[None]) -> None:
+    """A version of several is selected, and a command is begun."""
+    await conversation(app, pilot)
+    siblings = p.Siblings(index=2, count=3, previous="a", next="c")
+    again = p.Item(id="b", role="assistant", content="It remembers.", status="completed", parent="q", siblings=siblings)
+    app.hear(
+        p.BranchSelected(seq=9, leaf="b", parent="q", items=[again], **COMMON),
+        p.SessionTier(session="s1", tier="disk", why="pressure"),
     )
-    app.post_message(
-        SessionNews("s1", p.BranchSelected(session="s1", seq=9, ts=0, leaf="b", parent="q", items=[again]))
-    )
-    app.post_message(SessionNews("s1", p.SessionTier(session="s1", tier="disk", why="pressure")))
     await pilot.pause()
     app.chat.transcript.select("b")
     app.chat.composer.load_text("/re")
@@ -160,31 +211,82 @@ async def versions(pilot: Pilot[None]) -> None:
     await pilot.pause()
 
 
-async def commands(pilot: Pilot[None]) -> None:
-    app = pilot.app
-    assert isinstance(app, StillApp)
-    await app.begin(pilot)
+async def observer(app: StillApp, pilot: Pilot[None]) -> None:
+    await conversation(app, pilot)
+    app.link._role = "observer"
+    app.chat.status = WATCHING
+    await pilot.pause()
+
+
+async def disconnected(app: StillApp, pilot: Pilot[None]) -> None:
+    await conversation(app, pilot)
+    away = Unavailable("the daemon is away", code="unavailable")
+    app.post_message(ConnectionChanged(ConnectionState(ConnectionPhase.WAITING, 3, 4.0, away), None))
+    await pilot.pause()
+
+
+async def nobody(app: StillApp, pilot: Pilot[None]) -> None:
+    """The first start, where no daemon answers."""
+    app.link._session = None
+    away = Unavailable("no daemon answers", code="unavailable")
+    app.post_message(ConnectionChanged(ConnectionState(ConnectionPhase.WAITING, 3, 4.0, away), None))
+    await pilot.pause()
+
+
+async def servers(app: StillApp, pilot: Pilot[None]) -> None:
+    """Three daemons in one list, one of which is away."""
+    for daemon in app.daemons:
+        phase = ConnectionPhase.WAITING if daemon.name == "lab" else ConnectionPhase.CONNECTED
+        news = ConnectionChanged(ConnectionState(phase, 2, 4.0), None if daemon.name == "lab" else HELLO)
+        listed = SessionsListed(LISTED if daemon.name == "box" else [info("s9", "Letters", 88)])
+        for message in (news, listed):
+            message.server = daemon.name
+            if daemon.name != "lab" or message is news:
+                app.post_message(message)
+    await pilot.pause()
+    await pilot.press("f3")
+    await pilot.pause()
+
+
+async def commands(app: StillApp, pilot: Pilot[None]) -> None:
+    await welcome(app, pilot)
     await pilot.press("f1")
     await pilot.pause()
 
 
-async def settings(pilot: Pilot[None]) -> None:
-    app = pilot.app
-    assert isinstance(app, StillApp)
-    await app.begin(pilot)
-    app.link._session = None
-    await pilot.press("f4")
-    await pilot.press(*"Be brief.", "tab", "7")
-    system = app.screen.query_one(TextArea)
-    system.cursor_blink = False
-    app.screen.query_one("#temperature", Input).cursor_blink = False
+async def palette(app: StillApp, pilot: Pilot[None]) -> None:
+    await conversation(app, pilot)
+    await pilot.press("ctrl+p")
+    await pilot.press(*"co")
+    while not app.screen.query("CommandList") or not app.screen.query_one("CommandList").option_count:
+        await pilot.pause()
+    app.screen.query_one("CommandInput").cursor_blink = False
     await pilot.pause()
 
 
-async def pool(pilot: Pilot[None]) -> None:
-    app = pilot.app
-    assert isinstance(app, StillApp)
-    await app.begin(pilot)
+async def found(app: StillApp, pilot: Pilot[None]) -> None:
+    await conversation(app, pilot)
+    passage = p.Passage(
+        session="s1", item="a", text="… keeps the keys and values of the tokens before, so the next one …"
+    )
+    rows = [FoundRow.of(FoundSession(LISTED[0], passage), ""), FoundRow.of(FoundSession(LISTED[1], None), "")]
+    app.show_found("keys", rows)
+    await pilot.pause()
+
+
+async def form(app: StillApp, pilot: Pilot[None]) -> None:
+    app.link._session = None
+    await welcome(app, pilot)
+    app.link.draft = replace(app.link.draft, system="You are brief.", params=p.Params(temperature=0.7, stop=("END",)))
+    await pilot.press("f4")
+    await pilot.pause()
+    for field in (*app.screen.query(Input), *app.screen.query(TextArea)):
+        field.cursor_blink = False
+    await pilot.pause()
+
+
+async def pool(app: StillApp, pilot: Pilot[None]) -> None:
+    await welcome(app, pilot)
     await pilot.press("f2")
     while not isinstance(app.screen, PoolScreen):
         await pilot.pause()
@@ -195,9 +297,43 @@ async def pool(pilot: Pilot[None]) -> None:
     await pilot.pause()
 
 
-@pytest.mark.parametrize("size", SIZES, ids=["80x24", "120x36", "44x18"])
-@pytest.mark.parametrize("scene", [welcome, conversation, versions, commands, settings, pool])
-def test_the_screen_looks_as_it_did(
-    snap_compare, tmp_path: Path, size: tuple[int, int], scene: Callable[[Pilot[None]], Awaitable[None]]
+async def pool_cell(app: StillApp, pilot: Pilot[None]) -> None:
+    """A cell is pointed at and looked into."""
+    await pool(app, pilot)
+    await pilot.press("right", "right", "enter")
+    await pilot.pause()
+    await pilot.pause()
+
+
+Scene = Callable[[StillApp, Pilot[None]], Awaitable[None]]
+SCENES: list[Scene] = [
+    *(welcome, nobody, servers, form),
+    *(waiting, streaming, conversation, versions, observer, disconnected),
+    *(commands, palette, found, pool, pool_cell),
+]
+BOXES = [Server(name, f"http://127.0.0.1:{port}", lambda: None) for port, name in enumerate(("box", "lab", "gpu"), 1)]
+
+
+def drawn(scene: Scene) -> Callable[[Pilot[None]], Awaitable[None]]:
+    """Return what brings the client to a scene before its picture is taken."""
+
+    async def draw(pilot: Pilot[None]) -> None:
+        assert isinstance(pilot.app, StillApp)
+        await scene(pilot.app, pilot)
+
+    return draw
+
+
+@pytest.mark.parametrize("size", SIZES, ids=["60x18", "100x30", "160x48"])
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_the_screen_looks_as_it_did(snap_compare, tmp_path: Path, size: tuple[int, int], scene: Scene) -> None:
+    app = StillApp(tmp_path, BOXES) if scene is servers else StillApp(tmp_path)
+    assert snap_compare(app, terminal_size=size, run_before=drawn(scene))
+
+
+@pytest.mark.parametrize("scene", [conversation, pool], ids=lambda scene: scene.__name__)
+def test_without_colors_it_can_be_read_all_the_same(
+    snap_compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scene: Scene
 ) -> None:
-    assert snap_compare(StillApp(tmp_path), terminal_size=size, run_before=scene)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert snap_compare(StillApp(tmp_path), terminal_size=SIZES[1], run_before=drawn(scene))
