@@ -1,7 +1,7 @@
 """Pictures of the screens at three sizes, from fixed data, without a daemon and without a clock."""
 
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,16 +10,15 @@ from textual.pilot import Pilot
 from textual.widgets import Input, TextArea
 
 from chatd import protocol as p
-from chatd.client import CellMap, ConnectionPhase, ConnectionState, FoundSession, PoolState
-from chatd.config import Server
+from chatd.client import CellMap, ConnectionPhase, ConnectionState, PoolState
 from chatd.errors import Unavailable
 from chatd_tui.app import ChatApp
 from chatd_tui.messages import ConnectionChanged, PoolChanged, SessionNews, SessionsListed
 from chatd_tui.pool_moments import PoolHistory
 from chatd_tui.screens.pool import PoolScreen
 from chatd_tui.status_text import WATCHING
-from chatd_tui.views import FoundRow
 from chatd_tui.widgets.answer import AnswerMessage
+from chatd_tui.widgets.pool_map import PoolMap
 
 SIZES = [(60, 18), (100, 30), (160, 48)]
 ANSWER = """\
@@ -96,8 +95,8 @@ def pool_state(step: int) -> PoolState:
 class StillApp(ChatApp):
     """The client with nothing behind it and nothing that blinks."""
 
-    def __init__(self, folder: Path, servers: Sequence[Server] | str = "http://127.0.0.1:1") -> None:
-        super().__init__(servers, copies=folder)
+    def __init__(self, folder: Path) -> None:
+        super().__init__("http://127.0.0.1:1", copies=folder)
         self.chat.composer.cursor_blink = False
         for daemon in self.daemons:
             daemon.link.run = nothing  # type: ignore[method-assign]
@@ -111,9 +110,8 @@ class StillApp(ChatApp):
             p.CellHolder(session="s1", title="Paged memory", own=True, tenant="acme", tokens=16),
             p.CellHolder(session="s2", title="Dinner", own=True, tenant="acme", tokens=16),
         ]
-        first = cell * blocks_per_cell
-        blocks = [block(first, "shared", holders, others=1), block(first + 1, "active", holders[:1])]
-        return p.PoolInspected(cell=cell, blocks_per_cell=blocks_per_cell, blocks=blocks[:blocks_per_cell])
+        blocks = [block(cell, "shared", holders, others=1)]
+        return p.PoolInspected(cell=cell, blocks_per_cell=blocks_per_cell, blocks=blocks)
 
     def hear(self, *events: p.Event) -> None:
         """Take what a daemon says of the session on the screen."""
@@ -140,6 +138,12 @@ def block(number: int, state: str, holders: list[p.CellHolder], others: int = 0)
         holders=holders,
         others=others,
     )
+
+
+@pytest.fixture(autouse=True)
+def _usual_keymap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Help names the file, wherever this runs."""
+    monkeypatch.setattr("chatd_tui.screens.help.keymap_path", lambda: Path.home() / ".config/chatd/keymap.toml")
 
 
 COMMON = {"session": "s1", "ts": 0.0}
@@ -215,6 +219,7 @@ async def observer(app: StillApp, pilot: Pilot[None]) -> None:
     await conversation(app, pilot)
     app.link._role = "observer"
     app.chat.status = WATCHING
+    app.draw_title(None)
     await pilot.pause()
 
 
@@ -222,29 +227,6 @@ async def disconnected(app: StillApp, pilot: Pilot[None]) -> None:
     await conversation(app, pilot)
     away = Unavailable("the daemon is away", code="unavailable")
     app.post_message(ConnectionChanged(ConnectionState(ConnectionPhase.WAITING, 3, 4.0, away), None))
-    await pilot.pause()
-
-
-async def nobody(app: StillApp, pilot: Pilot[None]) -> None:
-    """The first start, where no daemon answers."""
-    app.link._session = None
-    away = Unavailable("no daemon answers", code="unavailable")
-    app.post_message(ConnectionChanged(ConnectionState(ConnectionPhase.WAITING, 3, 4.0, away), None))
-    await pilot.pause()
-
-
-async def servers(app: StillApp, pilot: Pilot[None]) -> None:
-    """Three daemons in one list, one of which is away."""
-    for daemon in app.daemons:
-        phase = ConnectionPhase.WAITING if daemon.name == "lab" else ConnectionPhase.CONNECTED
-        news = ConnectionChanged(ConnectionState(phase, 2, 4.0), None if daemon.name == "lab" else HELLO)
-        listed = SessionsListed(LISTED if daemon.name == "box" else [info("s9", "Letters", 88)])
-        for message in (news, listed):
-            message.server = daemon.name
-            if daemon.name != "lab" or message is news:
-                app.post_message(message)
-    await pilot.pause()
-    await pilot.press("f3")
     await pilot.pause()
 
 
@@ -261,16 +243,6 @@ async def palette(app: StillApp, pilot: Pilot[None]) -> None:
     while not app.screen.query("CommandList") or not app.screen.query_one("CommandList").option_count:
         await pilot.pause()
     app.screen.query_one("CommandInput").cursor_blink = False
-    await pilot.pause()
-
-
-async def found(app: StillApp, pilot: Pilot[None]) -> None:
-    await conversation(app, pilot)
-    passage = p.Passage(
-        session="s1", item="a", text="… keeps the keys and values of the tokens before, so the next one …"
-    )
-    rows = [FoundRow.of(FoundSession(LISTED[0], passage), ""), FoundRow.of(FoundSession(LISTED[1], None), "")]
-    app.show_found("keys", rows)
     await pilot.pause()
 
 
@@ -300,18 +272,21 @@ async def pool(app: StillApp, pilot: Pilot[None]) -> None:
 async def pool_cell(app: StillApp, pilot: Pilot[None]) -> None:
     """A cell is pointed at and looked into."""
     await pool(app, pilot)
-    await pilot.press("right", "right", "enter")
+    cells = app.screen.query_one(PoolMap)
+    counts = pool_state(39).cells.counts
+    await pilot.press("right")
+    cells.move(counts.index((0, 0, 0, 1)), 0)
+    await pilot.press("enter")
     await pilot.pause()
     await pilot.pause()
 
 
 Scene = Callable[[StillApp, Pilot[None]], Awaitable[None]]
 SCENES: list[Scene] = [
-    *(welcome, nobody, servers, form),
+    *(welcome, form),
     *(waiting, streaming, conversation, versions, observer, disconnected),
-    *(commands, palette, found, pool, pool_cell),
+    *(commands, palette, pool, pool_cell),
 ]
-BOXES = [Server(name, f"http://127.0.0.1:{port}", lambda: None) for port, name in enumerate(("box", "lab", "gpu"), 1)]
 
 
 def drawn(scene: Scene) -> Callable[[Pilot[None]], Awaitable[None]]:
@@ -327,8 +302,7 @@ def drawn(scene: Scene) -> Callable[[Pilot[None]], Awaitable[None]]:
 @pytest.mark.parametrize("size", SIZES, ids=["60x18", "100x30", "160x48"])
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
 def test_the_screen_looks_as_it_did(snap_compare, tmp_path: Path, size: tuple[int, int], scene: Scene) -> None:
-    app = StillApp(tmp_path, BOXES) if scene is servers else StillApp(tmp_path)
-    assert snap_compare(app, terminal_size=size, run_before=drawn(scene))
+    assert snap_compare(StillApp(tmp_path), terminal_size=size, run_before=drawn(scene))
 
 
 @pytest.mark.parametrize("scene", [conversation, pool], ids=lambda scene: scene.__name__)
@@ -337,3 +311,10 @@ def test_without_colors_it_can_be_read_all_the_same(
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     assert snap_compare(StillApp(tmp_path), terminal_size=SIZES[1], run_before=drawn(scene))
+
+
+@pytest.mark.parametrize("scene", [conversation, pool], ids=lambda scene: scene.__name__)
+def test_with_the_terminals_own_colors_it_can_be_read_all_the_same(snap_compare, tmp_path: Path, scene: Scene) -> None:
+    app = StillApp(tmp_path)
+    app.theme = "ansi-dark"
+    assert snap_compare(app, terminal_size=SIZES[1], run_before=drawn(scene))

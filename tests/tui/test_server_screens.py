@@ -14,7 +14,7 @@ from chatd_tui.messages import ConnectionChanged, SessionsListed
 from chatd_tui.screens.found import FoundScreen
 from chatd_tui.views import FoundRow, SessionRow
 
-SIZES = [(80, 24), (120, 36), (44, 18)]
+SIZES = [(60, 18), (100, 30), (160, 48)]
 NAMES = ("box", "gpu", "lab")
 
 
@@ -116,7 +116,7 @@ async def found(pilot: Pilot[None]) -> None:
     await pilot.pause()
 
 
-@pytest.mark.parametrize("size", SIZES, ids=["80x24", "120x36", "44x18"])
+@pytest.mark.parametrize("size", SIZES, ids=["60x18", "100x30", "160x48"])
 @pytest.mark.parametrize("scene", [servers, nobody, another_key, found])
 def test_what_is_said_of_daemons_looks_as_it_did(
     snap_compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], scene

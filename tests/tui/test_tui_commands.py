@@ -299,6 +299,7 @@ async def test_who_watches_changes_nothing_until_taking_part_again(
             await type_line(pilot, "/watch")
             await wait_until(lambda: last(daemon, p.SessionAttach).role == "observer")
             await wait_until(idle(app, 2))
+            assert "only watch" in app.chat.composer.placeholder
             await type_line(pilot, "two")
             assert app.chat.status.text == "you watch this conversation"
             await type_line(pilot, "/regenerate")

@@ -33,6 +33,7 @@ from chatd_tui.screens.pool import PoolScreen
 from chatd_tui.servers import Daemons
 from chatd_tui.typing_ahead import TypingAhead
 from chatd_tui.views import MeterView
+from chatd_tui.widgets.composer import ASK, ONLY_WATCHING
 from chatd_tui.widgets.status import StatusView, TitleView
 
 LIST_S = 5.0
@@ -221,6 +222,7 @@ class NewsApp(App[None], inherit_bindings=False):
             connection=connection,
             server=self.link.name if self.daemons.are_several else "",
         )
+        self.chat.composer.placeholder = ASK if self.link.role == "writer" else ONLY_WATCHING
 
     def _refresh_sessions(self) -> None:
         if self.chat.sessions.display:

@@ -11,7 +11,7 @@ from chatd.protocol import Item, SessionInfo, Siblings, Timings, Usage
 WAIT_REASONS = {
     "fair_share": "others' turn",
     "slots": "all slots are busy",
-    "no_blocks": "waiting for memory",
+    "no_blocks": "no memory is free",
     "join": "another is computing the same prompt",
     "swap_in": "being brought back into memory",
     "restore": "being restored",

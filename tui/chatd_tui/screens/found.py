@@ -34,9 +34,10 @@ class FoundScreen(ModalScreen[FoundRow | None]):
             width: 76; max-width: 100%; height: auto; max-height: 100%; padding: 1 2;
             border: round $primary; background: $surface;
         }
-        & Static { height: auto; margin: 0 0 1 0; }
+        & Static { height: auto; }
         & OptionList {
-            height: auto; max-height: 16; border: none; background: $surface; padding: 0;
+            height: auto; max-height: 16; border: none; background: $surface; padding: 0; margin: 1 0;
+            text-wrap: nowrap; text-overflow: ellipsis;
             &:focus { border: none; background-tint: transparent; }
             &:focus > .option-list--option-highlighted {
                 background: $primary 25%; color: $foreground; text-style: none;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import ClassVar
 
@@ -35,25 +36,26 @@ KEYS = (
 """Keys that belong to no command."""
 USAGE_WIDTH = 28
 KEY_WIDTH = 11
+LEFT_WIDTH = 2 + USAGE_WIDTH + KEY_WIDTH + 1
+SIDE_BY_SIDE = 72
+"""Below that many columns, what a command does stands under it."""
 
 
-def help_lines(context: Context, keymap: Keymap) -> Content:
-    """Return all keys and commands; what cannot be done now is faint, and says why."""
+def help_lines(context: Context, keymap: Keymap, width: int = 98) -> Content:
+    """Return all keys and commands in `width` columns; what cannot be done now is faint, and says why."""
     lines = [Content.styled("Keys", "bold $primary")]
-    lines += [Content.assemble((f"  {key.ljust(32)}", "bold"), (meaning, "$muted")) for key, meaning in KEYS]
+    for key, meaning in KEYS:
+        lines += _row(Content.styled(f"  {key}", "bold"), 34, meaning, "$muted", width)
     for section in dict.fromkeys(command.section for command in COMMANDS):
         lines += [Content(""), Content.styled(section, "bold $primary")]
         for command in COMMANDS:
             if command.section == section:
                 reason = command.unavailable(context)
                 keys = ", ".join(keymap.names(command))
-                lines.append(
-                    Content.assemble(
-                        (f"  {command.usage.ljust(USAGE_WIDTH)}", "$faint" if reason else "bold"),
-                        (f"{keys.ljust(KEY_WIDTH)} ", "$primary"),
-                        (reason or command.help, "$faint" if reason else "$muted"),
-                    )
-                )
+                usage = command.usage.ljust(USAGE_WIDTH if width >= SIDE_BY_SIDE else len(command.usage) + 1)
+                left = Content.assemble((f"  {usage}", "$faint" if reason else "bold"), (f" {keys}", "$primary"))
+                style = "$faint" if reason else "$muted"
+                lines += _row(left, LEFT_WIDTH, reason or command.help, style, width)
     lines += [Content(""), Content.styled(f"Keys of your own: {_keymap_place()}, or --keymap FILE", "$faint")]
     lines.append(Content.styled("↑ ↓ scroll; any other key closes this", "$faint"))
     return Content("\n").join(lines)
@@ -62,6 +64,34 @@ def help_lines(context: Context, keymap: Keymap) -> Content:
 def _keymap_place() -> str:
     path, home = keymap_path(), Path.home()
     return clean_line(f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path))
+
+
+def _row(left: Content, left_width: int, meaning: str, style: str, width: int) -> list[Content]:
+    """Return what is at the left and beside it what that means, or under it where there is no room."""
+    if width < SIDE_BY_SIDE:
+        wrapped = textwrap.wrap(meaning, max(16, width - 4))
+        return [left, *(Content.styled(f"    {line}", style) for line in wrapped)]
+    first, *more = textwrap.wrap(meaning, width - left_width)
+    row = left.pad_right(max(1, left_width - left.cell_length)).append(Content.styled(first, style))
+    return [row, *(Content.styled(" " * left_width + line, style) for line in more)]
+
+
+class HelpText(Static):
+    """Draws all keys and commands, for the width that there is.
+
+    Args:
+        context: What can be done now.
+        keymap: The keys as they are bound.
+    """
+
+    def __init__(self, context: Context, keymap: Keymap) -> None:
+        super().__init__(markup=False)
+        self._now = context
+        self._keymap = keymap
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Draw for another width."""
+        self.update(help_lines(self._now, self._keymap, event.size.width))
 
 
 class HelpScreen(ModalScreen[None]):
@@ -91,7 +121,7 @@ class HelpScreen(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         """Lay out."""
         with VerticalScroll():
-            yield Static(help_lines(self._now, self._keymap), markup=False)
+            yield HelpText(self._now, self._keymap)
 
     def on_key(self, event: events.Key) -> None:
         """Close, unless the key scrolls."""

@@ -230,7 +230,10 @@ class PoolScreen(Screen[None]):
         else:
             running = f"   {totals.running} running, {totals.waiting} waiting"
             after = Content.assemble((f"step {moment.state.step}", "bold"), (running, "$muted"))
-        self.query_one("#head", Static).update(Content.assemble((head, "bold"), after))
+        line = Content.assemble((head, "bold"), after)
+        if line.cell_length > self.query_one("#head").content_size.width:
+            line = Content.assemble((f"The pool   {totals.blocks} blocks   ", "bold"), after)
+        self.query_one("#head", Static).update(line)
 
     def _draw_sparks(self) -> None:
         moment = self.player.shown
@@ -327,6 +330,8 @@ class PoolScreen(Screen[None]):
             self.query_one(PoolMap).move(0, 0)
         self.add_class("-cell")
         self._look_inside()
+        # The panel has a width now.
+        self.call_after_refresh(self._draw_cell)
 
     def action_pause(self) -> None:
         """Pause at this moment, or go on."""

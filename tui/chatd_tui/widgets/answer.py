@@ -33,7 +33,7 @@ class AnswerMessage(Vertical):
     DEFAULT_CSS = """
     AnswerMessage {
         height: auto; margin: 0 0 1 0; padding: 0 1 0 2;
-        & .note { height: auto; color: $faint; display: none; }
+        & .note { height: auto; color: $muted; display: none; }
         & .note.-shown { display: block; margin-top: 1; }
         & .note.-trouble { color: $warning; }
         &.-selected { border-left: thick $accent; padding: 0 1; }

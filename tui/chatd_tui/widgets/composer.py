@@ -25,6 +25,8 @@ from chatd_tui.pasted import SHOWN_CHARS, Pasted
 from chatd_tui.widgets.suggestion_list import SuggestionList
 
 MAX_LINES = 8
+ASK = "Ask something, or / for commands"
+ONLY_WATCHING = "You only watch; /watch to take part"
 
 
 def too_long(what: str, size_bytes: int, limit_bytes: int) -> InvalidRequest:
@@ -70,7 +72,7 @@ class Composer(TextArea):
             show_line_numbers=False,
             tab_behavior="focus",
             highlight_cursor_line=False,
-            placeholder="Ask something, or / for commands",
+            placeholder=ASK,
         )
         self._num_lines = 1
         self._offered = offered
