@@ -121,4 +121,4 @@ async def test_a_search_without_a_result_says_so(tmp_path: Path, wait_until) -> 
             await wait_until(lambda: app.is_running and app.context.connected)
             assert await search(app, pilot, wait_until, "nothing") == []
             await pilot.press("escape")
-            assert app.screen is app.chat
+            await wait_until(lambda: app.screen is app.chat)

@@ -190,6 +190,27 @@ def test_several_servers_are_opened_in_one_list_and_nothing_is_started(log: list
     assert log == ["app here: http://127.0.0.1:9 None", "app box: https://192.0.2.1:8790 None"]
 
 
+def test_a_wrong_address_of_one_server_is_named(log: list[str]) -> None:
+    with pytest.raises(InvalidRequest, match="server box: 'ftp://box' is not the address"):
+        cli.connect(None, ["here=127.0.0.1:9", "box=ftp://box"])
+    assert log == []
+
+
+async def test_two_servers_are_drawn_and_talked_to_in_a_terminal(make_terminal, wait_until) -> None:
+    async with ScriptedDaemon([Script(deltas=["FROM-BOX"])]) as box, ScriptedDaemon() as gpu:
+        command = [*COMMAND, "--server", f"box={box.url}", "--server", f"gpu={gpu.url}"]
+        async with make_terminal(command) as terminal:
+            await wait_until(lambda: b"connected" in terminal.output and b"gpu" in terminal.output)
+            terminal.write(b"hello\r")
+            await wait_until(lambda: b"FROM-BOX" in terminal.output)
+            await gpu.stop()
+            await wait_until(lambda: b"no connection" in terminal.output)
+            terminal.write(b"/quit\r")
+            await wait_until(lambda: terminal.process.returncode == 0)
+        assert [item.content for item in box.sessions["ses_1"].items] == ["hello", "FROM-BOX"]
+        assert gpu.sessions == {}
+
+
 def test_a_websocket_address_is_asked_over_http() -> None:
     assert daemon_url("wss://box:1/v1/chat/ws") == "https://box:1"
     assert daemon_url("box:8790") == "http://box:8790"

@@ -67,7 +67,7 @@ def connect(
     ] = False,
 ) -> None:
     """Talk to a chatd daemon, or to several, in the terminal."""
-    servers = [replace(chosen, url=daemon_url(chosen.url)) for chosen in chosen_servers(url, server or (), key)]
+    servers = [_with_address(chosen) for chosen in chosen_servers(url, server or (), key)]
     if len(servers) == 1:
         check_key_transport(servers[0].url, servers[0].read_key())
     from chatd_tui.keymap_file import load_keymap
@@ -94,6 +94,15 @@ def connect(
                 lambda phase, done: status.update(f"{escape(phase)} {done:.0%}" if done else escape(phase))
             )
         run(daemon.url, daemon.key)
+
+
+def _with_address(server: Server) -> Server:
+    """Return a server with its address as http(s)."""
+    try:
+        return replace(server, url=daemon_url(server.url))
+    except InvalidRequest as error:
+        where = f"server {server.name}: " if server.name else ""
+        raise InvalidRequest(f"{where}{error.message}", param=error.param) from None
 
 
 def _wants_to_start(server: Server) -> bool:
