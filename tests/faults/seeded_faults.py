@@ -15,6 +15,7 @@ from model_faults import MODEL_FAULTS
 from session_faults import SESSION_FAULTS
 from sharing_faults import SHARING_FAULTS
 from tier_faults import TIER_FAULTS
+from verb_faults import VERB_FAULTS
 
 FAULTS = (
     *CACHE_FAULTS,
@@ -28,4 +29,5 @@ FAULTS = (
     *MODEL_FAULTS,
     *GPU_FAULTS,
     *SESSION_FAULTS,
+    *VERB_FAULTS,
 )
