@@ -204,7 +204,7 @@ def test_a_conversation_is_forked_named_pinned_found_archived_and_erased(screens
     terminal.wait_for("• pinned")
     terminal.enter("/fork Other rivers")
     terminal.wait_for(r"forked: \d+ tokens in \d+ blocks are shared", "Nile")
-    assert "Other rivers" in title_line(terminal.screen())
+    terminal.wait_until(lambda screen: "Other rivers" in title_line(screen), "the fork")
     ask(terminal, "And one in Germany?")
     terminal.enter("/archive")
     terminal.wait_for("archived; /search finds it")

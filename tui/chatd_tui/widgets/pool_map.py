@@ -160,10 +160,13 @@ class PoolMap(ScrollView):
         variables = self.app.theme_variables
         background = self.rich_style.bgcolor
         return {
-            state: Style(color=_hex(variables.get(name, "")) or "white", bgcolor=background)
+            state: Style(color=_rich_color(variables.get(name, "")), bgcolor=background)
             for state, name in VARIABLES.items()
         }
 
 
-def _hex(value: str) -> str | None:
-    return value[:7] if value.startswith("#") else None
+def _rich_color(value: str) -> str:
+    """Return a theme's color as Rich names it: `#5fcf9a`, or one of the terminal's own."""
+    if value.startswith("#"):
+        return value[:7]
+    return value.removeprefix("ansi_") if value.startswith("ansi_") else "white"
