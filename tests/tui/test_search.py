@@ -61,7 +61,7 @@ async def test_each_result_has_its_passage_and_opens_at_that_message(tmp_path: P
             selected = app.chat.transcript.selected
             assert selected is not None
             assert selected.id == "long-10"
-            message = next(m for m in app.chat.transcript._messages() if m.item_id == "long-10")
+            message = next(m for m in app.chat.transcript.messages if m.item_id == "long-10")
             await wait_until(lambda: app.chat.transcript.region.contains_region(message.region))
 
 

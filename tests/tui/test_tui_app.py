@@ -19,7 +19,7 @@ from chatd_tui.widgets.meter import Meter
 from chatd_tui.widgets.pool_map import PoolMap
 from chatd_tui.widgets.session_list import SessionList
 from chatd_tui.widgets.status import StatusLine, StatusView, TitleBar
-from chatd_tui.widgets.transcript import SHOWN_ITEMS, Earlier, Transcript
+from chatd_tui.widgets.transcript import Transcript
 from chatd_tui.widgets.user_message import UserMessage
 from chatd_tui.widgets.welcome import Welcome
 
@@ -451,29 +451,6 @@ async def test_events_that_are_not_known_change_nothing(daemon: ScriptedDaemon, 
         app.post_message(SessionNews(session, p.ClientLeft(session=session, connection="c")))
         await daemon.send_everywhere(p.encode(p.ServerDraining(deadline_s=5.0)))
         await wait_until(lambda: status(app).text == "the daemon stops within 5 s")
-
-
-async def test_a_long_history_is_drawn_from_its_end_and_the_rest_on_request(
-    daemon: ScriptedDaemon, make_app: MakeApp, wait_until
-) -> None:
-    app = make_app(daemon)
-    async with app.run_test(size=SIZE) as pilot:
-        await wait_until(connected(app))
-        await say(pilot, "hi")
-        await wait_until(lambda: bool(answers(app)) and status(app).kind == "idle")
-        session = next(iter(daemon.sessions.values()))
-        for n in range(50):
-            session.items.append(p.Item(id=f"i{n}", role="user", content=f"message {n}", status="completed"))
-        await app.link.open(None)
-        await app.link.open(session.id)
-        transcript = app.chat.query_one(Transcript)
-        await wait_until(lambda: len(transcript.query(UserMessage)) == SHOWN_ITEMS)
-        assert len(transcript.query(Earlier)) == 1
-        await pilot.press("ctrl+home")
-        await wait_until(lambda: len(transcript.query(UserMessage)) == 51)
-        await wait_until(lambda: not transcript.query(Earlier))
-        texts = [message.text for message in transcript.query(UserMessage)]
-        assert texts == ["hi", *[f"message {n}" for n in range(50)]]
 
 
 async def test_links_are_shown_before_they_open_and_only_web_links_open(

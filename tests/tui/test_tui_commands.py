@@ -538,10 +538,14 @@ async def test_messages_that_are_out_of_the_context_are_marked(make_app: MakeApp
             await daemon._emit(session, truncated)
             await wait_until(lambda: "2 older messages left out of it" in app.chat.status.text)
             await daemon._emit(session, p.ResponseCreated(session=session.id, seq=0, ts=0.0, response="r", item=last))
-            messages = app.chat.transcript._messages
             out = [True, True, False, False]
-            await wait_until(lambda: [message.has_class("-out") for message in messages()] == out)
-            assert [bool(message.border_title) for message in messages()] == [False, False, True, False]
+            await wait_until(lambda: [message.has_class("-out") for message in app.chat.transcript.messages] == out)
+            assert [bool(message.border_title) for message in app.chat.transcript.messages] == [
+                False,
+                False,
+                True,
+                False,
+            ]
             await pilot.pause()
 
 

@@ -37,7 +37,6 @@ from chatd_tui.screens.chat import ChatScreen
 from chatd_tui.views import ItemView
 from chatd_tui.widgets.status import StatusView
 from chatd_tui.widgets.transcript import SYSTEM_ID
-from chatd_tui.widgets.user_message import UserMessage
 
 RATE_WINDOW_S = 3.0
 TOLD_S = 4.0
@@ -193,7 +192,7 @@ class Conversation:
         self._chat.composer.leave_edit()
         answer = self._chat.transcript.answer_in_progress()
         if answer is not None:
-            self._chat.transcript.finish(ItemView(answer.item_id, "assistant", answer.text, True, "cut off", True))
+            self._chat.transcript.finish(ItemView(answer.id, "assistant", answer.text, True, "cut off", True))
 
     def _answering(self) -> None:
         """Say that the answer comes, once what was told beside it could be read."""
@@ -221,12 +220,12 @@ class Conversation:
         self._draw_meter(tok_s=None)
         transcript = self._chat.transcript
         answer = transcript.answer_in_progress()
-        text = answer.text if answer is not None and answer.item_id == event.item_id else ""
+        text = answer.text if answer is not None and answer.id == event.item_id else ""
         note = clean_line(event.error.message, 300)
         transcript.finish(ItemView(event.item_id, "assistant", text, True, f"failed: {note}", True))
-        said = list(transcript.query(UserMessage))
-        if said and said[-1].item_id != event.parent:
+        said = next((view for view in reversed(transcript.views()) if view.role == "user"), None)
+        if said is not None and said.id != event.parent:
             # The daemon rolled the turn back, so what was said is not in the conversation.
-            said[-1].add_class("-lost")
-            self._chat.composer.take_back(said[-1].text)
+            transcript.lose(said.id)
+            self._chat.composer.take_back(said.text)
         self._chat.status = StatusView("error", note, clean_line(event.error.hint or ""))

@@ -133,10 +133,8 @@ class ChatScreen(Screen[None]):
             transcript.scroll_page_down(animate=False)
 
     def show_first_messages(self) -> None:
-        """Draw the messages above and go to the first one."""
-        transcript = self.transcript
-        transcript.show_earlier()
-        transcript.scroll_home(animate=False)
+        """Go to the first message."""
+        self.transcript.action_to_end(-1)
 
     def show_message(self, item_id: str) -> bool:
         """Select a message and go to it; False where it is not in the conversation."""

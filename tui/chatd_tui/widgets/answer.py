@@ -78,6 +78,11 @@ class AnswerMessage(Vertical):
         """Whether the answer has ended and all of it is drawn."""
         return self._view.done and self._timer is None
 
+    def height_at(self, width: int) -> int:
+        """Lay out for a width inside of the margins, and return the number of lines."""
+        note = self._noted()
+        return self._body.height_at(width) + (1 + len(note.wrap(width)) if note else 0)
+
     def compose(self) -> ComposeResult:
         """Lay out."""
         yield self._body
@@ -132,12 +137,15 @@ class AnswerMessage(Vertical):
         now = time.monotonic()
         self._not_before = now + 2 * (now - started) - FLUSH_INTERVAL_S
 
+    def _noted(self) -> Content:
+        parts = [marker(self._view.siblings), Content(self._view.note)]
+        return Content(" · ").join([part for part in parts if part])
+
     def _show_note(self) -> None:
-        view = self._view
-        parts = [marker(view.siblings), Content(view.note)]
-        self._note.update(Content(" · ").join([part for part in parts if part]))
-        self._note.set_class(any(parts), "-shown")
-        self._note.set_class(view.trouble, "-trouble")
+        note = self._noted()
+        self._note.update(note)
+        self._note.set_class(bool(note), "-shown")
+        self._note.set_class(self._view.trouble, "-trouble")
 
     def on_click(self, event: events.Click) -> None:
         """Show another version where the mark is clicked."""

@@ -6,16 +6,11 @@ from dataclasses import dataclass, field
 
 from textual import work
 from textual.content import Content
-from textual.geometry import Size
-from textual.selection import Selection
-from textual.strip import Strip
-from textual.style import Style
-from textual.visual import Visual
-from textual.widget import Widget
 
 from chatd_tui.highlighting import Highlighter
 from chatd_tui.markdown_lines import LONG_BLOCK, code_lines, render, split_growing
 from chatd_tui.messages import LinkChosen
+from chatd_tui.widgets.lines_view import LinesView
 
 _BLANK = Content("")
 
@@ -29,19 +24,13 @@ class _Part:
     lines: list[Content] = field(default_factory=list)
 
 
-class MarkdownView(Widget):
+class MarkdownView(LinesView):
     """Draws Markdown, then the lines of a code fence that is still open.
 
     Args:
         source: Cleaned text.
         highlight: Shared by the views of an app.
     """
-
-    DEFAULT_CSS = """
-    MarkdownView { height: auto; }
-    """
-
-    auto_links = False
 
     def __init__(self, source: str = "", highlight: Highlighter | None = None) -> None:
         super().__init__()
@@ -50,22 +39,14 @@ class MarkdownView(Widget):
         self._tail = _Part("")
         self._fence: str | None = None
         self._fence_lines: list[Content] = []
-        self._lines: list[Content] = []
         self._drawn_lines: list[Content] = []
         self._num_settled_lines = 0
-        self._strips: dict[int, Strip] = {}
-        self._width = 0
         self._take(source)
 
     @property
     def source(self) -> str:
         """The Markdown that is drawn, without the open fence."""
         return "".join(part.source for part in self._settled) + self._tail.source
-
-    @property
-    def lines(self) -> list[Content]:
-        """The lines as they are drawn."""
-        return self._lines
 
     def replace(self, source: str) -> None:
         """Draw another text."""
@@ -101,12 +82,6 @@ class MarkdownView(Widget):
                 self._tail = _Part(text, flows if number == 0 else follows)
 
     # Layout.
-
-    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        """Return the number of lines at this width."""
-        if width != self._width:
-            self._lay_out_all(width)
-        return len(self._lines)
 
     def _lay_out_all(self, width: int) -> None:
         if width != self._width:
@@ -180,42 +155,6 @@ class MarkdownView(Widget):
         """Color what was laid out before there was anybody to do it."""
         if self._highlight.wants:
             self._color()
-
-    # Drawing.
-
-    def render_line(self, y: int) -> Strip:
-        """Draw one line."""
-        if y >= len(self._lines):
-            return Strip.blank(self.size.width, self.rich_style)
-        selection = self.text_selection
-        if selection is not None and (span := selection.get_span(y)) is not None:
-            start, end = span
-            line = self._lines[y]
-            style = Style.from_styles(self.screen.get_component_styles("screen--selection"))
-            return self._strip(line.stylize(style, start, len(line) if end == -1 else end), y)
-        strip = self._strips.get(y)
-        if strip is None:
-            strip = self._strips[y] = self._strip(self._lines[y], y)
-        return strip
-
-    def _strip(self, line: Content, y: int) -> Strip:
-        width = self.size.width
-        strips = Visual.to_strips(self, line, max(1, width), 1, self.visual_style, apply_selection=False)
-        strip = strips[0] if strips else Strip.blank(width, self.rich_style)
-        return strip.adjust_cell_length(width, self.rich_style).apply_offsets(0, y)
-
-    def notify_style_update(self) -> None:
-        """Draw anew in other colors."""
-        super().notify_style_update()
-        self._strips.clear()
-
-    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
-        """Return the selected text."""
-        return selection.extract("\n".join(line.plain for line in self._lines)), "\n"
-
-    def selection_updated(self, selection: Selection | None) -> None:
-        """Draw the selection."""
-        self.refresh()
 
     def action_link(self, href: str) -> None:
         """Tell which link was clicked; nothing opens by itself."""

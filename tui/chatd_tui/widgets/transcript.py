@@ -3,47 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import VerticalScroll
-from textual.content import Content
 from textual.widget import Widget
-from textual.widgets import Static
 
 from chatd_tui.highlighting import Highlighter
 from chatd_tui.messages import CommandChosen
 from chatd_tui.views import ItemView
 from chatd_tui.widgets.answer import AnswerMessage
+from chatd_tui.widgets.message_window import Message, MessageWindow
 from chatd_tui.widgets.user_message import UserMessage
 from chatd_tui.widgets.welcome import Welcome, WelcomeView
 
-# A long history is drawn from its end; each message is a document of widgets.
-SHOWN_ITEMS = 30
 SYSTEM_ID = "system"
 """Of the view that stands for the system prompt."""
-
-
-class Earlier(Static):
-    """Stands for the messages above that are not drawn; a click draws them."""
-
-    DEFAULT_CSS = """
-    Earlier { height: 1; margin: 0 0 1 0; text-align: center; color: $muted; }
-    Earlier:hover { color: $primary; }
-    """
-
-    def on_click(self, event: events.Click) -> None:
-        """Ask the transcript for them."""
-        event.stop()
-        self.screen.query_one(Transcript).show_earlier()
-
-
 OUT_OF_CONTEXT = "what is above is out of the context"
 
 
-class Transcript(VerticalScroll, inherit_bindings=False):
+class Transcript(MessageWindow, inherit_bindings=False):
     """Draws `ItemView`s.
 
     Args:
@@ -52,7 +33,6 @@ class Transcript(VerticalScroll, inherit_bindings=False):
     """
 
     DEFAULT_CSS = """
-    Transcript { height: 1fr; padding: 1 1 0 1; scrollbar-size-vertical: 1; }
     Transcript.-empty { align: center middle; }
     Transcript .-out { text-style: dim; }
     Transcript .-in-context { border-top: dashed $line; border-title-color: $muted; }
@@ -62,8 +42,8 @@ class Transcript(VerticalScroll, inherit_bindings=False):
         Binding("down", "select(1)", show=False),
         Binding("pageup", "page_up", show=False),
         Binding("pagedown", "page_down", show=False),
-        Binding("home", "scroll_home", show=False),
-        Binding("end", "scroll_end", show=False),
+        Binding("home", "to_end(-1)", show=False),
+        Binding("end", "to_end(1)", show=False),
         Binding("tab,shift+tab", "write", show=False),
     ]
 
@@ -74,14 +54,16 @@ class Transcript(VerticalScroll, inherit_bindings=False):
         self._write = write
         self._message_keys = message_keys
         self._selected: str | None = None
-        self._earlier: list[ItemView] = []
-        self._answer: AnswerMessage | None = None
+        self._lost: set[str] = set()
+        self._in_context: int | None = None
         self._highlight = Highlighter()
         self.welcome = WelcomeView()
 
     def compose(self) -> ComposeResult:
         """Begin with the newcomer's page."""
+        yield self._above
         yield Welcome(self.welcome)
+        yield self._below
 
     def on_mount(self) -> None:
         """Lay out the newcomer's page."""
@@ -91,19 +73,17 @@ class Transcript(VerticalScroll, inherit_bindings=False):
         """Draw these messages instead of what is there."""
         if not self.is_attached:
             return
-        self._answer = None
         self._selected = None
-        self._earlier = list(items[:-SHOWN_ITEMS])
-        widgets = [self._widget(item) for item in items[-SHOWN_ITEMS:]]
-        if self._earlier:
-            widgets.insert(0, Earlier(self._earlier_text(), markup=False))
-        self.set_class(not widgets, "-empty")
+        self._lost.clear()
+        self.set_class(not items, "-empty")
+        self._find_context(items)
         with self.app.batch_update():
-            await self.remove_children()
-            await self.mount_all(widgets or [Welcome(self.welcome)])
-            self._mark_context()
-        self.anchor(bool(widgets))
-        if not widgets:
+            await self.query(Welcome).remove()
+            await self._hold(items)
+            if not items:
+                await self.mount(Welcome(self.welcome), before=self._below)
+        self.anchor(bool(items))
+        if not items:
             # What is shorter than the screen was anchored to its end, which is a place above its beginning.
             self.scroll_home(animate=False, immediate=True, force=True)
 
@@ -111,96 +91,103 @@ class Transcript(VerticalScroll, inherit_bindings=False):
         """Draw these messages instead of what follows `parent`; what stays is not touched, nor the place one reads."""
         if not self.is_attached:
             return
-        shown = [*self._earlier, *(message.view for message in self._messages())]
+        shown = self.views()
         # The system prompt is no message of the tree, and stays where nothing else does.
         num_kept = sum(view.id == SYSTEM_ID for view in shown[:1])
         if parent is not None:
             num_kept = next((place + 1 for place, view in enumerate(shown) if view.id == parent), len(shown))
-        if num_kept < len(self._earlier):
-            await self.show([*shown[:num_kept], *items])
-            return
         same = 0
         for old, new in zip(shown[num_kept:], items, strict=False):
             if old != new and not (old.id == new.id and not old.done):
                 break
             same += 1
-        gone = self._messages()[num_kept + same - len(self._earlier) :]
-        added = [self._widget(item) for item in items[same:]]
+        gone, added = shown[num_kept + same :], items[same:]
         if gone or added:
-            await self._change(gone, added)
+            await self._change(num_kept + same, gone, added)
 
-    async def _change(self, gone: Sequence[UserMessage | AnswerMessage], added: Sequence[Widget]) -> None:
+    async def _change(self, kept: int, gone: Sequence[ItemView], added: Sequence[ItemView]) -> None:
+        said = any(view.role != "assistant" for view in added)
+        begun = any(not view.done for view in added)
         # What is shorter than the screen is at its end wherever it is drawn.
         at_end = self.is_vertical_scroll_end or self.max_scroll_y == 0
-        lost_selection = any(message.item_id == self._selected for message in gone)
-        said = any(isinstance(widget, UserMessage) for widget in added)
-        begun = self._answer in added
-        if self._answer in gone:
-            self._answer = None
+        follows = (said and not gone) or (begun and at_end)
         if gone and not begun:
             # Another version: what one looks at stays where it is, though its end is elsewhere now.
             self.release_anchor()
+        self._find_context([*self.views()[:kept], *added])
         with self.app.batch_update():
             await self.query(Welcome).remove()
             self.remove_class("-empty")
-            for message in gone:
-                await message.remove()
-            await self.mount_all(added)
-            self._mark_context()
-            if lost_selection:
-                first = next((widget for widget in added if isinstance(widget, UserMessage | AnswerMessage)), None)
-                self.select(first.item_id if first else None)
-        if (said and not gone) or (begun and at_end):
+            await self._replace(kept, added, to_end=follows)
+            for place, message in enumerate(self._messages, self._first):
+                self._mark_context(place, message)
+            if self._selected in {view.id for view in gone}:
+                self.select(added[0].id if added else None)
+        if follows:
             self.anchor()
+        self._slide_soon()
 
-    def _mark_context(self) -> None:
-        """Show from which message on the conversation is in the context of what comes next."""
-        views = self.views()
+    def _find_context(self, views: Sequence[ItemView]) -> None:
+        """Find from which message on the conversation is in the context of what comes next."""
         first = next((view.context_from for view in reversed(views) if view.context_from), None)
-        is_out = first is not None and any(view.id == first for view in views)
-        for message in self._messages():
-            is_first = message.item_id == first
-            is_out = is_out and not is_first
-            message.set_class(is_out, "-out")
-            message.set_class(is_first, "-in-context")
-            message.border_title = OUT_OF_CONTEXT if is_first else None
+        self._in_context = next((place for place, view in enumerate(views) if view.id == first), None)
+
+    def _mark_context(self, place: int, message: Message) -> None:
+        is_first = place == self._in_context
+        message.set_class(self._in_context is not None and place < self._in_context, "-out")
+        message.set_class(is_first, "-in-context")
+        message.border_title = OUT_OF_CONTEXT if is_first else None
+
+    def _widget(self, place: int) -> Message:
+        view = self._views[place]
+        message = AnswerMessage(view, self._highlight) if view.role == "assistant" else UserMessage(view)
+        message.set_class(view.id == self._selected, "-selected")
+        message.set_class(view.id in self._lost, "-lost")
+        self._mark_context(place, message)
+        return message
+
+    def lose(self, item_id: str) -> None:
+        """Mark a message of the person's that is not in the conversation."""
+        self._lost.add(item_id)
+        message = self._find(item_id)
+        if message is not None:
+            message.add_class("-lost")
 
     # The selected message.
 
     @property
     def selected(self) -> ItemView | None:
         """What is selected."""
-        message = self._find(self._selected)
-        return message.view if message is not None else None
+        if self._selected is None:
+            return None
+        return next((view for view in self.views() if view.id == self._selected), None)
 
     def select(self, item_id: str | None) -> None:
-        """Select a message that is drawn, or none."""
+        """Select a message, or none."""
         before, message = self._find(self._selected), self._find(item_id)
         if before is not None and before is not message:
             before.remove_class("-selected")
-        self._selected = message.item_id if message is not None else None
+        self._selected = item_id
         if message is not None:
             message.add_class("-selected")
 
-    def views(self) -> list[ItemView]:
-        """Return all messages, first to last."""
-        return [*self._earlier, *(message.view for message in self._messages())]
-
-    def action_select(self, step: int) -> None:
+    async def action_select(self, step: int) -> None:
         """Select the message above or below; below the last one is the input."""
-        messages = self._messages()
-        place = next((n for n, message in enumerate(messages) if message.item_id == self._selected), len(messages))
-        if place + step < 0 and self._earlier:
-            before = messages[0]
-            self.show_earlier()
-            messages = self._messages()
-            place = messages.index(before)
+        views = self.views()
+        place = next((n for n, view in enumerate(views) if view.id == self._selected), len(views))
         place = max(0, place + step)
-        if place >= len(messages):
+        if place >= len(views):
             self._write("")
             return
-        self.select(messages[place].item_id)
-        self.scroll_to_widget(messages[place], animate=False)
+        self.select(views[place].id)
+        await self._reveal(place)
+
+    def action_to_end(self, direction: int) -> None:
+        """Go to the first message, or to the last one."""
+        if direction < 0:
+            self.scroll_home(animate=False)
+        else:
+            self.scroll_end(animate=False)
 
     def action_write(self) -> None:
         """Go to the input; what is selected stays so."""
@@ -233,53 +220,49 @@ class Transcript(VerticalScroll, inherit_bindings=False):
             event.stop()
             self._write(event.character)
 
-    def _messages(self) -> list[UserMessage | AnswerMessage]:
-        return [child for child in self.children if isinstance(child, UserMessage | AnswerMessage)]
-
-    def _find(self, item_id: str | None) -> UserMessage | AnswerMessage | None:
-        return next((message for message in self._messages() if message.item_id == item_id), None)
+    def _find(self, item_id: str | None) -> Message | None:
+        return next((message for message in self._messages if message.item_id == item_id), None)
 
     # The answer in progress.
 
+    def answer_in_progress(self) -> ItemView | None:
+        """Return the answer that grows, so far."""
+        return next((view for view in reversed(self.views()) if not view.done), None)
+
     def extend(self, item_id: str, text: str) -> None:
         """Add text to the answer in progress."""
-        if self._answer is not None and self._answer.item_id == item_id:
-            self._answer.extend(text)
+        message = self._find(item_id)
+        if isinstance(message, AnswerMessage):
+            if not message.view.done:
+                message.extend(text)
+            return
+        for place in range(len(self._views) - 1, -1, -1):
+            view = self._views[place]
+            if view.id == item_id and not view.done:
+                self._views[place] = replace(view, text=view.text + text)
+                return
 
     def finish(self, item: ItemView) -> None:
         """Draw an answer as finished."""
-        if self._answer is not None and self._answer.item_id == item.id:
-            self._answer.finish(item)
-            self._answer = None
-
-    def answer_in_progress(self) -> AnswerMessage | None:
-        """Return the answer that grows."""
-        return self._answer
-
-    def show_earlier(self) -> None:
-        """Draw the messages that stand above, a page of them."""
-        if not self._earlier:
+        message = self._find(item.id)
+        if isinstance(message, AnswerMessage):
+            if not message.view.done:
+                message.finish(item)
             return
-        page = self._earlier[-SHOWN_ITEMS:]
-        del self._earlier[-SHOWN_ITEMS:]
-        notes = list(self.query(Earlier))
-        anchor: Widget = notes[0]
-        self.mount_all([self._widget(item) for item in page], after=anchor)
-        if self._earlier:
-            notes[0].update(Content(self._earlier_text()))
-        else:
-            anchor.remove()
+        for place in range(len(self._views) - 1, -1, -1):
+            view = self._views[place]
+            if view.id == item.id and not view.done:
+                self._views[place] = replace(item, siblings=item.siblings or view.siblings)
+                return
 
     def reveal(self, item_id: str) -> bool:
-        """Select a message and scroll to it, drawing what stands above where it is there; False where it is not."""
-        while any(view.id == item_id for view in self._earlier):
-            self.show_earlier()
-        message = self._find(item_id)
-        if message is None:
+        """Select a message and have it seen at the top; False where it is not in the conversation."""
+        place = next((place for place, view in enumerate(self.views()) if view.id == item_id), None)
+        if place is None:
             return False
         self.release_anchor()
         self.select(item_id)
-        self.call_after_refresh(self.scroll_to_widget, message, animate=False, top=True)
+        self.call_next(self._reveal, place, at_top=True)
         return True
 
     def update_welcome(self, view: WelcomeView) -> None:
@@ -287,15 +270,3 @@ class Transcript(VerticalScroll, inherit_bindings=False):
         self.welcome = view
         for welcome in self.query(Welcome):
             welcome.view = view
-
-    def _widget(self, item: ItemView) -> Widget:
-        if item.role != "assistant":
-            return UserMessage(item)
-        answer = AnswerMessage(item, self._highlight)
-        if not item.done:
-            self._answer = answer
-        return answer
-
-    def _earlier_text(self) -> str:
-        count = len(self._earlier)
-        return f"▲ {count} earlier message{'' if count == 1 else 's'}"

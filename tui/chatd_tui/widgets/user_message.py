@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from textual import events
-from textual.content import Content
-from textual.widgets import Static
 
 from chatd_tui.messages import BranchChosen
+from chatd_tui.plain_lines import plain_lines
 from chatd_tui.views import ItemView
+from chatd_tui.widgets.lines_view import LinesView
 from chatd_tui.widgets.versions import leaf_at, marker
 
 
-class UserMessage(Static):
+class UserMessage(LinesView):
     """Draws a user's or the system's `ItemView`, as plain text."""
 
     DEFAULT_CSS = """
@@ -24,11 +24,17 @@ class UserMessage(Static):
     """
 
     def __init__(self, view: ItemView) -> None:
-        super().__init__(_content(view), markup=False)
+        super().__init__()
         self.view = view
         self.item_id = view.id
         self.text = view.text
         self.set_class(view.role == "system", "-system")
+
+    def _lay_out_all(self, width: int) -> None:
+        self._width = width
+        self._lines = plain_lines(self.text, max(1, width))
+        if self.view.siblings:
+            self._lines.append(marker(self.view.siblings))
 
     def on_click(self, event: events.Click) -> None:
         """Show another version where the mark is clicked."""
@@ -39,8 +45,3 @@ class UserMessage(Static):
         if leaf is not None:
             event.stop()
             self.post_message(BranchChosen(leaf))
-
-
-def _content(view: ItemView) -> Content:
-    text = Content(view.text)
-    return Content("\n").join([text, marker(view.siblings)]) if view.siblings else text
