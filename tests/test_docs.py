@@ -28,7 +28,7 @@ from chatd_tui.widgets.pool_map import GLYPHS
 ROOT = Path(__file__).parent.parent
 PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))}
 TYPES = p.COMMAND_TYPES | p.EVENT_TYPES
-LOG_EVENTS = {"server.listening", "server.ready"}
+LOG_EVENTS = {"server.crashed_before", "server.listening", "server.ready"}
 
 
 def fences(page: str, language: str) -> list[str]:
