@@ -281,10 +281,11 @@ class BlockMoves:
         """Copy down a slice of what idle leases hold, with nothing else to do."""
         self._store_ahead(max(IDLE_SLICE_S, self._config.transfer_costs.host_out_s_per_block))
 
-    def forget(self, lease: Lease) -> None:
-        """Give up everything below the pool that a lease could be restored from."""
-        for digest in self._names.all_of(lease):
-            self.tiers.forget(digest)
+    def forget(self, lease: Lease, first: int = 0) -> None:
+        """Give up everything below the pool that a lease could be restored from, from the block at `first` on."""
+        if self.is_on:
+            for digest in self._names.all_of(lease)[first:]:
+                self.tiers.forget(digest)
 
     def forget_sequence(self, tenant: str | None, token_ids: array[int], first: int) -> tuple[int, int]:
         """Give up the blocks of a sequence from the place `first` on; return how many the host had, and the disk."""

@@ -64,7 +64,7 @@ class Eraser:
         if length >= len(lease.token_ids):
             return
         first = max(length, self._num_shared(lease.tenant, lease.token_ids, but=lease)) // self._kv.block_size
-        self._moves.forget_sequence(lease.tenant, lease.token_ids, first)
+        self._moves.forget(lease, first)
         self._kv.forget_sequence(lease.tenant, lease.token_ids, first)
         self._leases.trim(lease, length)
 

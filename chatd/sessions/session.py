@@ -105,6 +105,7 @@ class Session:
         lock: Held while a change is made durable and takes effect; nothing else changes meanwhile.
         vocabulary: Whose ids its answers have, as in the journal.
         recoded: Messages that lost their ids since the vocabulary changed, until the journal has them so.
+        on_moved: Called when the messages came into memory, or were left to the journal.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class Session:
         self.lock = asyncio.Lock()
         self.vocabulary = ""
         self.recoded: list[MessageRecord] = []
+        self.on_moved: Callable[[Session], None] | None = None
         self.latest = Latest()
         self._conversation = conversation
         self._stored: SessionRecord | None = None
@@ -212,6 +214,8 @@ class Session:
             self.lease.node = None
             self._conversation = None
         self._stored = record
+        if self.on_moved is not None:
+            self.on_moved(self)
 
     def load(self, conversation: Conversation) -> None:
         """Have the messages in memory again."""
@@ -221,6 +225,8 @@ class Session:
             self.lease.node = conversation.get(self._leased_message)
         if self.lease.node is None:
             self.lease.num_tokens = 0
+        if self.on_moved is not None:
+            self.on_moved(self)
 
     # What clients see.
 

@@ -25,6 +25,7 @@ from chatd.sessions.events import EventRing
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.loading import SessionLoader
 from chatd.sessions.model_profile import ModelProfile
+from chatd.sessions.owned import OwnedSessions
 from chatd.sessions.ports import Journal
 from chatd.sessions.recorder import Recorder
 from chatd.sessions.session import Lease, Session, unknown_session
@@ -68,7 +69,7 @@ class SessionStore:
         self._recorder = recorder
         self._num_opening: Counter[Owner] = Counter()
         self._searching: dict[str, asyncio.Lock] = {}
-        self._by_owner: dict[Owner, dict[str, Session]] = {}
+        self._by_owner: dict[Owner, OwnedSessions] = {}
         self._requests = requests
         self._model = model
         self._limits = limits
@@ -97,14 +98,18 @@ class SessionStore:
 
     def find(self, session_id: str) -> Session | None:
         """Return the session of this name, whoever has it: for the operator alone."""
-        return next((owned[session_id] for owned in self._by_owner.values() if session_id in owned), None)
+        found = (owned.by_name.get(session_id) for owned in self._by_owner.values())
+        return next((session for session in found if session is not None), None)
 
     def all(self) -> builtins.list[Session]:
         """Return every session that its owner sees, of all owners: for the operator alone."""
-        return [session for owned in self._by_owner.values() for session in owned.values()]
+        return [session for owned in self._by_owner.values() for session in owned]
+
+    def _owned(self, owner: Owner) -> OwnedSessions:
+        return self._by_owner.get(owner) or OwnedSessions()
 
     def _named(self, owner: Owner, session_id: str) -> Session:
-        session = self._by_owner.get(owner, {}).get(session_id)
+        session = self._owned(owner).by_name.get(session_id)
         if session is None:
             raise unknown_session(session_id)
         return session
@@ -115,9 +120,7 @@ class SessionStore:
         where = await self._matcher(owner, command.query.casefold()) if command.query else None
         found: list[SessionInfo] = []
         passages: list[Passage] = []
-        ordered = sorted(
-            self._by_owner.get(owner, {}).values(), key=lambda session: (session.updated_at, session.id), reverse=True
-        )
+        ordered = sorted(self._owned(owner), key=lambda session: (session.updated_at, session.id), reverse=True)
         for session in ordered:
             if session.archived != command.archived:
                 continue
@@ -127,7 +130,7 @@ class SessionStore:
             if where is not None and match is None:
                 continue
             if len(found) == command.limit:
-                last = self._by_owner[owner][found[-1].id]
+                last = self._by_owner[owner].by_name[found[-1].id]
                 return SessionListed(sessions=found, next_cursor=f"{last.updated_at!r}~{last.id}", passages=passages)
             found.append(session.info())
             if match is not None and match.message is not None:
@@ -167,8 +170,7 @@ class SessionStore:
         """
         # An archived one is bounded with all that are kept, where they are.
         num_open = sum(
-            not session.closed and not (session.archived and self._recorder.is_kept)
-            for session in self._by_owner.get(owner, {}).values()
+            not session.closed and not (session.archived and self._recorder.is_kept) for session in self._owned(owner)
         )
         num_open += self._num_opening[owner]
         if num_open >= self._limits.max_sessions_per_user:
@@ -190,8 +192,10 @@ class SessionStore:
         Raises:
             RateLimited: `too_much_text`.
         """
-        owned = self._by_owner.get(owner, {}).values()
-        held = sum(other.num_bytes if other is session else self._num_held_bytes(other) for other in owned)
+        owned = self._owned(owner)
+        in_memory = owned.in_memory.values()
+        held = sum(other.num_bytes if other is session else self._num_held_bytes(other) for other in in_memory)
+        held += owned.resting_bytes
         num_new = sum(map(getsizeof, texts)) + num_bytes
         held += num_new
         limit = self._limits.max_text_bytes_per_user
@@ -205,7 +209,8 @@ class SessionStore:
 
         if not self._recorder.is_kept:
             return
-        kept, limit = sum(other.num_kept_bytes for other in owned) + num_new, self._limits.max_kept_bytes_per_user
+        kept = owned.resting_kept_bytes + sum(other.num_kept_bytes for other in in_memory) + num_new
+        limit = self._limits.max_kept_bytes_per_user
         if kept > limit:
             raise RateLimited(
                 f"sessions would have {kept} bytes of text in the journal, the limit is {limit}"
@@ -215,7 +220,7 @@ class SessionStore:
             )
 
     def _num_held_bytes(self, session: Session) -> int:
-        """Return how much of a session has to stay in memory."""
+        """Return how much of a session whose messages are in memory has to stay there."""
         if self._recorder.keeps(session):
             return session.num_system_bytes if self.loader.can_unload(session) else session.num_bytes
         return 0 if session.closed else session.num_bytes
@@ -228,12 +233,13 @@ class SessionStore:
         Args:
             used: Not this one's.
         """
-        owned = self._by_owner.get(owner, {}).values()
-        num_bytes = sum(session.num_bytes for session in owned)
+        owned = self._owned(owner)
+        num_bytes = owned.num_bytes
         if self._recorder.is_kept:
             if num_bytes <= self._limits.max_text_bytes_per_user:
                 return
-            idle = [session for session in owned if session is not used and self.loader.can_unload(session)]
+            in_memory = owned.in_memory.values()
+            idle = [session for session in in_memory if session is not used and self.loader.can_unload(session)]
             for session in sorted(idle, key=lambda session: session.updated_at):
                 if num_bytes <= self._limits.max_text_bytes_per_user:
                     break
@@ -262,7 +268,7 @@ class SessionStore:
             RateLimited: `too_many_sessions`.
         """
         self.check_room(owner)
-        num_kept, limit = len(self._by_owner.get(owner, {})) + self._num_opening[owner], self._limits
+        num_kept, limit = len(self._owned(owner)) + self._num_opening[owner], self._limits
         if self._recorder.is_kept and num_kept >= limit.max_kept_sessions_per_user:
             raise RateLimited(
                 f"{num_kept} sessions are kept, the limit is {limit.max_kept_sessions_per_user}",
@@ -284,7 +290,7 @@ class SessionStore:
     def add(self, session: Session) -> None:
         """Let a session's owner see it."""
         self.by_lease[session.lease.id] = session
-        self._by_owner.setdefault(session.owner, {})[session.id] = session
+        self._by_owner.setdefault(session.owner, OwnedSessions()).add(session)
         self.make_room(session.owner, session)
 
     def add_stored(self, record: SessionRecord) -> Session:
@@ -293,7 +299,7 @@ class SessionStore:
         session.unload(record)
         session.take(record)
         self.by_lease[session.lease.id] = session
-        self._by_owner.setdefault(session.owner, {})[session.id] = session
+        self._by_owner.setdefault(session.owner, OwnedSessions()).add(session)
         return session
 
     def open_hidden(self, owner: Owner, conversation: Conversation) -> Session:
@@ -318,8 +324,8 @@ class SessionStore:
         del self.by_lease[session.lease.id]
         if not session.hidden:
             owned = self._by_owner[session.owner]
-            del owned[session.id]
-            if not owned:
+            owned.remove(session)
+            if not len(owned):
                 del self._by_owner[session.owner]
 
     def sweep(self) -> None:
