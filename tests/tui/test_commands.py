@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from chatd import protocol as p
-from chatd import typed_params
-from chatd.errors import InvalidRequest
 from chatd_tui import status_text
 from chatd_tui.command_table import BOTTOM, COMMANDS
 from chatd_tui.commands import Context, Typed, as_typed, find, key_name, parse, similar, suggestions
@@ -70,11 +68,11 @@ def test_what_cannot_be_done_says_why() -> None:
     assert available(ALL) - available(old) == new
     assert find(COMMANDS, "fork").unavailable(old) == "this daemon is too old for that"
     answering = replace(ALL, answering=True)
-    assert available(ALL) - available(answering) == {"edit", "regenerate", "branch", "continue"}
+    assert available(ALL) - available(answering) == {"edit", "regenerate", "branch", "continue", "close"}
     watching = replace(ALL, observer=True)
     assert available(ALL) - available(watching) == {
         *("fork", "edit", "regenerate", "branch", "stop", "rename", "pin", "archive", "system", "set"),
-        *("continue", "erase", "context", "typeahead"),
+        *("continue", "erase", "context", "typeahead", "close"),
     }
     assert {"help", "quit", "copy", "connect"} <= available(Context())
     assert find(COMMANDS, "pool").unavailable(Context()) == "there is no connection to the daemon yet"
@@ -103,38 +101,6 @@ def test_completion_offers_names_then_what_comes_after_them() -> None:
 
 def test_keys_are_written_as_people_do() -> None:
     assert [key_name(key) for key in ("ctrl+y", "f2", "escape", "ctrl+home")] == ["Ctrl+Y", "F2", "Esc", "Ctrl+Home"]
-
-
-def test_parameters_are_read_as_their_types_and_taken_away() -> None:
-    base = p.Params(temperature=0.5, seed=3)
-    assert typed_params.changed(base, "top_k=40 temperature=") == p.Params(seed=3, top_k=40)
-    assert typed_params.changed(base, 'stop=["a b", "c"] ignore_eos=true').stop == ("a b", "c")
-    assert typed_params.changed(base, "stop=the end max_tokens=9") == p.Params(
-        temperature=0.5, seed=3, stop=("the end",), max_tokens=9
-    )
-    assert typed_params.changed(base, 'logit_bias={"7": -1}').logit_bias == {"7": -1.0}
-    text = typed_params.shown(p.Params(temperature=0.5, stop=("a b",), ignore_eos=True))
-    assert typed_params.changed(p.Params(), text) == p.Params(temperature=0.5, stop=("a b",), ignore_eos=True)
-    assert typed_params.shown(p.Params()) == ""
-
-
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        ("warmth=1", "'warmth' is not a parameter"),
-        ("hot", "'hot' is not NAME=VALUE"),
-        ("temperature=hot", "temperature is 'hot', which is no number"),
-        ("temperature=nan", "temperature is nan, the range is 0.0 to 5.0"),
-        ("max_tokens=0", "max_tokens is 0, the range is 1 to 2147483648"),
-        ("max_tokens=3 min_tokens=4", "min_tokens is 4, the range is 0 to 3"),
-        ('logit_bias={"1": 200}', "logit_bias is 200.0, the range is -100.0 to 100.0"),
-        ("logit_bias=x", "logit_bias: expected `object | null`, got `array`"),
-    ],
-)
-def test_a_wrong_parameter_is_refused_by_name(typed: str, said: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        typed_params.changed(p.Params(), typed)
-    assert caught.value.message == said
 
 
 INFO = p.SessionInfo(

@@ -9,6 +9,7 @@ from chatd.config import Server
 from chatd.errors import AuthenticationError, NotFound, Unavailable
 from chatd.testing.scripted_daemon import ScriptedDaemon
 from chatd_tui.app import ChatApp
+from chatd_tui.keymap import DEFAULT
 from chatd_tui.obstacles import obstacle
 from chatd_tui.widgets.welcome import KEYS, Welcome
 
@@ -27,7 +28,7 @@ async def test_it_says_who_answers_what_this_is_and_the_keys_that_matter(tmp_pat
             await wait_until(lambda: f"Ask {daemon.model.id} anything." in page(app))
             assert "a turn costs only what is new" in page(app)
             assert len(KEYS) == 5
-            assert [key for key, _ in KEYS if f"{key} " not in page(app)] == []
+            assert [key for key, _ in DEFAULT.named(KEYS) if f"{key} " not in page(app)] == []
             assert app.chat.query_one(Welcome).region.bottom <= app.chat.transcript.region.bottom
 
 

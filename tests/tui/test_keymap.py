@@ -15,6 +15,8 @@ from chatd_tui.keymap import DEFAULT
 from chatd_tui.keymap_file import canonical, load_keymap, read_keymap
 from chatd_tui.screens.help import HelpScreen
 from chatd_tui.screens.pool import PoolScreen
+from chatd_tui.widgets.status import StatusView
+from chatd_tui.widgets.welcome import Welcome
 
 
 @pytest.mark.parametrize(
@@ -154,6 +156,8 @@ async def test_keys_work_and_are_shown_as_they_are_bound(daemon: ScriptedDaemon,
     app = ChatApp(daemon.url, copies=tmp_path, keymap=keymap)
     async with app.run_test(size=(110, 50)) as pilot:
         await wait_until(lambda: app.is_running and app.chat.title_bar.view.phase == "connected")
+        first = app.chat.query_one(Welcome).render().plain.split("\n")
+        assert [line.split()[0] for line in first if "where the memory" in line or "all keys" in line] == ["F1", "F2"]
         await pilot.press("f1")
         await wait_until(lambda: isinstance(app.screen, PoolScreen))
         await pilot.press("f1")
@@ -194,6 +198,7 @@ async def test_esc_leaves_what_is_open_and_stops_nothing_where_another_key_does(
             await wait_until(lambda: app.is_running and app.chat.title_bar.view.phase == "connected")
             await pilot.press("h", "enter")
             await wait_until(lambda: app.conversation.busy)
+            await wait_until(lambda: app.chat.status == StatusView("busy", "thinking", "Ctrl+X stops it"))
             await pilot.press("escape")
             assert app.chat.status.text != "stopping"
             await pilot.press("ctrl+x")

@@ -41,7 +41,7 @@ async def test_a_turns_place_progress_and_hits_are_shown_while_it_waits_and_read
             session = daemon.sessions[app.link.session]
             for position, why, expected in (
                 (3, "fair_share", StatusView("busy", "waiting, number 3 in line", "others' turn")),
-                (1, "no_blocks", StatusView("busy", "waiting, next in line", "waiting for memory")),
+                (1, "no_blocks", StatusView("busy", "waiting, next in line", "no memory is free")),
             ):
                 await daemon._broadcast(session, p.ResponseQueued(session=session.id, position=position, why=why))
                 await wait_until(lambda expected=expected: app.chat.status == expected)

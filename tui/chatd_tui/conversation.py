@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from chatd.clean import clean, clean_line
 from chatd.protocol import (
@@ -88,14 +89,16 @@ class Conversation:
     Args:
         chat: The screen.
         draw_meter: Takes the meter's fields that changed.
+        stop_key: The name of the key that stops an answer.
 
     Attributes:
         busy: Whether an answer is in progress.
     """
 
-    def __init__(self, chat: ChatScreen, draw_meter: Callable[..., None]) -> None:
+    def __init__(self, chat: ChatScreen, draw_meter: Callable[..., None], stop_key: str = "Esc") -> None:
         self._chat = chat
         self._draw_meter = draw_meter
+        self._stop_hint = f"{stop_key} stops it"
         self._rate = Rate()
         self._told: StatusView | None = None
         self._told_at = 0.0
@@ -119,7 +122,7 @@ class Conversation:
         self.busy = snapshot.response is not None
         # What was said of the way here, or why a first message was refused, stays until something happens.
         if self.busy:
-            self._chat.status = status_text.progress(snapshot)
+            self._chat.status = self._stoppable(status_text.progress(snapshot))
         elif self._chat.status.kind not in ("notice", "warning", "error"):
             self._chat.status = status_text.attached(snapshot.session, role)
         usage = snapshot.state.usage or {}
@@ -150,7 +153,7 @@ class Conversation:
                 self._draw_meter(tok_s=None)
                 await transcript.branch(event.item.parent, [ItemView.of(event.item)])
                 if chat.status.kind != "busy" or chat.status.text == "sending":
-                    chat.status = status_text.THINKING
+                    chat.status = self._stoppable(status_text.THINKING)
             case ResponseCompleted() | ResponseIncomplete():
                 self._finish(event)
             case ResponseFailed():
@@ -165,7 +168,7 @@ class Conversation:
             case ResponsePreempted():
                 chat.status = status_text.SET_ASIDE
             case ResponseResumed():
-                chat.status = status_text.ANSWERING
+                chat.status = self._stoppable(status_text.ANSWERING)
             case SessionUsage():
                 self._draw_meter(context_used=event.context_used, context_max=event.context_max)
             case SessionTier():
@@ -194,6 +197,10 @@ class Conversation:
         if answer is not None:
             self._chat.transcript.finish(ItemView(answer.id, "assistant", answer.text, True, "cut off", True))
 
+    def _stoppable(self, status: StatusView) -> StatusView:
+        """Name the key that stops an answer, where that is what is said."""
+        return replace(status, hint=self._stop_hint) if status in status_text.STOPPABLE else status
+
     def _answering(self) -> None:
         """Say that the answer comes, once what was told beside it could be read."""
         status = self._chat.status
@@ -203,8 +210,9 @@ class Conversation:
                 self._told, self._told_at = status, now
             if now - self._told_at < TOLD_S:
                 return
-        if status != status_text.ANSWERING:
-            self._chat.status = status_text.ANSWERING
+        answering = self._stoppable(status_text.ANSWERING)
+        if status != answering:
+            self._chat.status = answering
 
     def _finish(self, event: ResponseCompleted | ResponseIncomplete) -> None:
         self.busy = False

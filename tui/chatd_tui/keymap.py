@@ -30,7 +30,16 @@ class Keymap:
     def names(self, command: Command) -> list[str]:
         """Return the names of a command's keys; those of a selected message last."""
         alone = [key_name(key) for key, (name, _) in self.message_keys.items() if name == command.name]
-        return [*map(key_name, self.keys[command.name]), *alone]
+        return [*self.keys_of(command.name), *alone]
+
+    def keys_of(self, name: str) -> list[str]:
+        """Return the names of a command's keys that work wherever the conversation is."""
+        return [key_name(key) for key in self.keys[name]]
+
+    def named(self, rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Return rows of keys or commands and what they do as keys; a command without one is left out."""
+        keys = [(self.keys.get(first, (first,)), meaning) for first, meaning in rows]
+        return [(key_name(names[0]), meaning) for names, meaning in keys if names]
 
     def bottom(self) -> tuple[tuple[str, str], ...]:
         """Return the keys of the bottom line, most wanted first."""

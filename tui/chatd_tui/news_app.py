@@ -58,7 +58,7 @@ class NewsApp(App[None], inherit_bindings=False):
         super().__init__()
         self.chat = ChatScreen(keymap)
         self.daemons = Daemons(servers, self.post_message)
-        self.conversation = Conversation(self.chat, self.draw_meter)
+        self.conversation = Conversation(self.chat, self.draw_meter, next(iter(keymap.keys_of("stop")), "/stop"))
         self.typing_ahead = TypingAhead(
             lambda text, after_s: self.link.type_ahead(text, after_s), self._show_type_ahead
         )

@@ -23,6 +23,7 @@ from chatd_tui.widgets.status import StatusView
 
 ANSWERING = StatusView("busy", "answering", "Esc stops it")
 THINKING = StatusView("busy", "thinking", "Esc stops it")
+STOPPABLE = (ANSWERING, THINKING)
 SET_ASIDE = StatusView("busy", "set aside for want of memory", "it goes on by itself")
 WATCHING = StatusView("notice", "you watch this conversation", "/watch to take part")
 ELSEWHERE = StatusView("notice", "what was found is in another version of this conversation", "/branch shows others")

@@ -15,6 +15,7 @@ from chatd_tui.widgets.session_list import SessionList
 from chatd_tui.widgets.status import StatusLine, StatusView, TitleBar
 from chatd_tui.widgets.suggestion_list import SuggestionList
 from chatd_tui.widgets.transcript import Transcript
+from chatd_tui.widgets.welcome import KEYS
 
 WIDE = 100
 LOW = 14
@@ -45,7 +46,7 @@ class ChatScreen(Screen[None]):
         self._sessions_wanted: bool | None = None
         self.title_bar = TitleBar()
         self.sessions = SessionList(id="sessions")
-        self.transcript = Transcript(keymap.message_keys, self.write, id="transcript")
+        self.transcript = Transcript(keymap.message_keys, self.write, keymap.named(KEYS), id="transcript")
         self.status_line = StatusLine()
         self.suggestions = SuggestionList()
         self.composer = Composer(self.suggestions, self.select_message, id="composer")

@@ -30,6 +30,7 @@ class Transcript(MessageWindow, inherit_bindings=False):
     Args:
         message_keys: What a key does to the selected message, as a command's name and argument.
         write: Gives the keyboard to the input, with what was typed.
+        first_keys: The keys that a newcomer's page names, and what they do.
     """
 
     DEFAULT_CSS = """
@@ -48,11 +49,17 @@ class Transcript(MessageWindow, inherit_bindings=False):
     ]
 
     def __init__(
-        self, message_keys: Mapping[str, tuple[str, str]], write: Callable[[str], None], *, id: str | None = None
+        self,
+        message_keys: Mapping[str, tuple[str, str]],
+        write: Callable[[str], None],
+        first_keys: Sequence[tuple[str, str]],
+        *,
+        id: str | None = None,
     ) -> None:
         super().__init__(id=id)
         self._write = write
         self._message_keys = message_keys
+        self._first_keys = first_keys
         self._selected: str | None = None
         self._lost: set[str] = set()
         self._in_context: int | None = None
@@ -62,7 +69,7 @@ class Transcript(MessageWindow, inherit_bindings=False):
     def compose(self) -> ComposeResult:
         """Begin with the newcomer's page."""
         yield self._above
-        yield Welcome(self.welcome)
+        yield Welcome(self.welcome, self._first_keys)
         yield self._below
 
     def on_mount(self) -> None:
@@ -81,7 +88,7 @@ class Transcript(MessageWindow, inherit_bindings=False):
             await self.query(Welcome).remove()
             await self._hold(items)
             if not items:
-                await self.mount(Welcome(self.welcome), before=self._below)
+                await self.mount(Welcome(self.welcome, self._first_keys), before=self._below)
         self.anchor(bool(items))
         if not items:
             # What is shorter than the screen was anchored to its end, which is a place above its beginning.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from textual.content import Content
@@ -14,11 +15,12 @@ from chatd_tui.views import short_number
 WHAT = "Conversations stay in memory here, so a turn costs only what is new."
 KEYS = (
     ("Enter", "send; Alt+Enter: a new line"),
-    ("Esc", "stop the answer"),
-    ("F3", "your conversations"),
-    ("F2", "where the memory goes, live"),
-    ("F1", "all keys; / begins a command"),
+    ("stop", "stop the answer"),
+    ("conversations", "your conversations"),
+    ("pool", "where the memory goes, live"),
+    ("help", "all keys; / begins a command"),
 )
+"""A key, or the command whose key it is, and what it does."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,12 @@ class WelcomeView:
 
 
 class Welcome(Widget):
-    """Draws a `WelcomeView`."""
+    """Draws a `WelcomeView`.
+
+    Args:
+        view: What to draw.
+        keys: The names of the keys that matter, and what they do.
+    """
 
     DEFAULT_CSS = """
     Welcome { height: auto; width: auto; max-width: 76; padding: 0 2; }
@@ -41,15 +48,16 @@ class Welcome(Widget):
 
     view: reactive[WelcomeView] = reactive(WelcomeView(), layout=True)
 
-    def __init__(self, view: WelcomeView) -> None:
+    def __init__(self, view: WelcomeView, keys: Sequence[tuple[str, str]]) -> None:
         super().__init__()
+        self._keys = keys
         self.set_reactive(Welcome.view, view)
 
     def render(self) -> Content:
         """Draw."""
         view = self.view
         lines = _obstacle_lines(view.obstacle) if view.obstacle is not None else _lines(view)
-        lines += [Content.assemble((key.ljust(7), "bold"), (meaning, "$muted")) for key, meaning in KEYS]
+        lines += [Content.assemble((key.ljust(7), "bold"), (meaning, "$muted")) for key, meaning in self._keys]
         if view.context and view.obstacle is None:
             pool = f"{short_number(view.blocks)} blocks of {view.block_size} tokens"
             facts = f"It reads {short_number(view.context)} tokens at a time; its memory is {pool}, shared by all."
