@@ -135,6 +135,14 @@ def test_nothing_is_told_of_another_tenant_s_blocks_or_of_one_that_is_not_known(
     assert inspect(engine, tenant="") == []
 
 
+def test_public_blocks_are_in_no_tenant_s_numbers():
+    engine = harness()
+    engine.generate(1, prompt(8), lease=1, tenant="", params=sampling_params(1), compute_only=True)
+    engine.generate(2, prompt(13), lease=5, params=sampling_params(1))
+    own = inspect(engine, tenant="acme")
+    assert [(row.number, row.tenant, row.place) for row in own] == [(0, "acme", 2), (1, "acme", 3)]
+
+
 def test_a_lease_tells_what_keeps_it_and_for_how_long_it_has_been_idle():
     engine = harness()
     engine.generate(1, prompt(9), lease=5, params=sampling_params(1))

@@ -12,6 +12,7 @@ from disk_faults import DISK_FAULTS
 from engine_faults import SCHEDULE_FAULTS
 from gpu_faults import GPU_FAULTS
 from model_faults import MODEL_FAULTS
+from pool_faults import POOL_FAULTS
 from session_faults import SESSION_FAULTS
 from sharing_faults import SHARING_FAULTS
 from tier_faults import TIER_FAULTS
@@ -30,4 +31,5 @@ FAULTS = (
     *GPU_FAULTS,
     *SESSION_FAULTS,
     *VERB_FAULTS,
+    *POOL_FAULTS,
 )
