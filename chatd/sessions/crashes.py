@@ -57,12 +57,14 @@ class Trials:
         self._task: asyncio.Task[None] | None = None
 
     async def mark(self, session: str, record: MessageRecord, *, is_tried: bool) -> None:
-        """Have the journal know whether an answer is the one that is gone on with; a full disk keeps nobody from it."""
+        """Have the journal know whether an answer is the one that is gone on with; what fails keeps nobody from it."""
         try:
             changes = [SaveMessage(session, msgspec.structs.replace(record, is_tried=is_tried))]
             await self._recorder.commit(changes)
         except StorageError:
             _log.warning("the journal does not know that answer %s is tried", record.id)
+        except Exception:
+            _log.exception("the journal does not know that answer %s is tried", record.id)
 
     def begin(self, turns: Sequence[Turn]) -> None:
         """Go on with these, which are held back, one after another."""

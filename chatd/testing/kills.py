@@ -132,17 +132,14 @@ async def run_under_kills(
                 if killing.done():
                     return
 
-    killing = asyncio.create_task(kill_all())
     try:
         async with asyncio.TaskGroup() as group:
+            # In the group: where a daemon does not start again, nobody waits for what it would have answered.
+            killing = group.create_task(kill_all())
             for script, saw in zip(scripts, expected, strict=True):
                 group.create_task(talk(script, saw))
-        await killing
     except BaseException as error:
         error.add_note(f"after {seen.counts}")
         raise
-    finally:
-        killing.cancel()
-        await asyncio.gather(killing, return_exceptions=True)
     seen.counts["seconds"] = round(time.monotonic() - started)
     return seen
