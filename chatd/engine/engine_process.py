@@ -19,7 +19,7 @@ import psutil  # type: ignore[import-untyped]
 
 from chatd.config import child_environment
 from chatd.engine.messages import EngineMessage, Ready, StartFailed, decode_engine
-from chatd.engine.options import STACKS_SIGNAL, EngineOptions, encode_options
+from chatd.engine.options import EXIT_DEVICE_FAULT, EXIT_PROTOCOL, STACKS_SIGNAL, EngineOptions, encode_options
 from chatd.engine.pipe import FrameError, FrameReader
 from chatd.engine.pulse import Pulse, create_page
 from chatd.errors import ConfigError, EnvironmentProblem, ModelError, StartupError
@@ -235,9 +235,17 @@ class EngineProcess(asyncio.Protocol):
             self.closed.set_result(None)
 
 
+_EXIT_MEANINGS = {
+    1: "an error of its own, which its log on stderr tells",
+    EXIT_PROTOCOL: "it was sent what is no message: is the installation of one version?",
+    EXIT_DEVICE_FAULT: "the device does not answer any more, its log on stderr says why",
+}
+
+
 def _exit_reason(exit_code: int) -> str:
     if exit_code >= 0:
-        return f"its process ended with exit code {exit_code}"
+        meaning = _EXIT_MEANINGS.get(exit_code)
+        return f"its process ended with exit code {exit_code}{f' ({meaning})' if meaning else ''}"
     try:
         name = signal.Signals(-exit_code).name
     except ValueError:

@@ -13,6 +13,13 @@ STACKS_SIGNAL = getattr(signal, "SIGUSR2", signal.SIGTERM)
 """The engine writes the stacks of its threads to stderr when it gets this signal."""
 
 
+EXIT_PROTOCOL = 70
+"""Exit code of the engine's process where the front sends what is no message: the two are not of one version."""
+
+EXIT_DEVICE_FAULT = 71
+"""Likewise where the device cannot be used any more by the process; another one may."""
+
+
 class TenantShare(msgspec.Struct, frozen=True, array_like=True):
     """A tenant's part of the machine.
 

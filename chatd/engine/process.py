@@ -28,7 +28,13 @@ import msgspec
 
 from chatd.engine.loop import EngineLoop
 from chatd.engine.messages import Loading, StartFailed, encode
-from chatd.engine.options import STACKS_SIGNAL, EngineOptions, decode_options
+from chatd.engine.options import (
+    EXIT_DEVICE_FAULT,
+    EXIT_PROTOCOL,
+    STACKS_SIGNAL,
+    EngineOptions,
+    decode_options,
+)
 from chatd.engine.pipe import EnginePipe, FrameError, PipeClosed
 from chatd.engine.plan import DeviceFault
 from chatd.engine.pulse import Pulse
@@ -41,12 +47,6 @@ logger = logging.getLogger("chatd.engine")
 
 EXIT_GRACE_S = 2.0
 """After the front is gone a step may end for so long; then the process exits in the middle of it."""
-
-EXIT_PROTOCOL = 70
-"""Exit code where the front sends what is no message: the two are not of one version."""
-
-EXIT_DEVICE_FAULT = 71
-"""Exit code where the device cannot be used any more by the process; another one may."""
 
 PROGRESS_STEP = 0.05
 """Progress within a phase is told in steps of this size."""

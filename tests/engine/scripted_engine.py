@@ -71,8 +71,8 @@ def main():
                 case Submit() as submit:
                     deltas = [encode(Tokens(i, [TokenDelta(submit.request, [i])])) for i in range(len(submit.new_ids))]
                     pipe.send(deltas)
-                case Cancel():
-                    os._exit(7)
+                case Cancel(request):
+                    os._exit(request)
                 case Fork(at=how):
                     pulse.expect(0.02)
                     get_stuck(STUCK[how], pulse)

@@ -104,7 +104,7 @@ async def test_an_engine_that_takes_nothing_gets_no_more_work_but_is_told_what_e
             patched.setattr(client_module, "MAX_UNSENT_BYTES", -1)
             with pytest.raises(Unavailable, match="the engine takes no messages"):
                 client.send(submit(5, 1))
-            client.send(Cancel(1))
+            client.send(Cancel(7))
         died = await inbox.wait_for(is_a(EngineDied))
         assert died.exit_code == 7  # what the script does when it is told to cancel
 
@@ -172,7 +172,8 @@ async def test_cancelling_the_start_leaves_no_process(tmp_path):
     ("how", "reason", "exit_code"),
     [
         ("kill", "its process was ended by SIGKILL (out of memory?)", -9),
-        ("exit", "its process ended with exit code 7", 7),
+        ("exit 7", "its process ended with exit code 7", 7),
+        ("exit 71", "its process ended with exit code 71 (the device does not answer any more, its log", 71),
         ("nonsense", "it sent nonsense", -9),
         ("stop", "no sign of life for 0.4 s", -9),
     ],
@@ -185,8 +186,8 @@ async def test_a_death_is_told_once_after_everything_sent_before_and_another_ser
         match how:
             case "kill":
                 os.kill(client.pid, signal.SIGKILL)
-            case "exit":
-                client.send(Cancel(1))
+            case "exit 7" | "exit 71":
+                client.send(Cancel(exit_code))
             case "nonsense":
                 client.send(Release(1))
             case "stop":

@@ -21,6 +21,7 @@ from chatd.engine.messages import (
     Tokens,
     Trim,
 )
+from chatd.engine.options import EXIT_DEVICE_FAULT
 from chatd.engine.pipe import EnginePipe
 from chatd.engine.pipeline import MAX_LONE_FAILURES
 from chatd.engine.plan import PENDING_TOKEN, DeviceFault, RequestId
@@ -549,7 +550,7 @@ def test_a_fault_of_the_device_has_an_exit_code_of_its_own(monkeypatch, quiet):
     front.sendall((1).to_bytes(4, "big") + b"x")
     with front:
         page = create_page()
-        assert process.main([str(theirs.detach()), str(page)]) == process.EXIT_DEVICE_FAULT
+        assert process.main([str(theirs.detach()), str(page)]) == EXIT_DEVICE_FAULT
         os.close(page)
         ends[0].close()
 
