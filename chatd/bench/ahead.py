@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from chatd.bench.echo_runner import EchoRunner
 from chatd.bench.record import write_json
+from chatd.bench.tables import markdown_table
 from chatd.engine.core import EngineConfig, EngineCore
 from chatd.engine.messages import LeaseId, Submit, encode
 from chatd.engine.plan import Plan, RequestId, StepOutput
@@ -116,6 +117,27 @@ def ahead_figures(batch_size: int, device_s: float, steps_in_flight: Literal[1, 
         "idle_ms": round(statistics.median(idle_ms), 3),
         "idle_p90_ms": round(sorted(idle_ms)[int(len(idle_ms) * 0.9)], 3),
     }
+
+
+def ahead_table(figures: dict[str, Any]) -> str:
+    """Return how long a device stands still after each step, with one step in flight and with two."""
+    heads = ["sequences", "a step of the device", "CPU for a step", "it stands still", "one step ahead", "p90"]
+    rows = []
+    steps = figures["steps"]
+    for batch, device_ms in dict.fromkeys((row["batch"], row["device_ms"]) for row in steps):
+        same = {row["steps_in_flight"]: row for row in steps if (row["batch"], row["device_ms"]) == (batch, device_ms)}
+        alone, ahead = same[1], same[2]
+        rows.append(
+            [
+                str(batch),
+                f"{device_ms:.0f} ms",
+                f"{ahead['cpu_ms']:.2f} ms",
+                f"{alone['idle_ms']:.2f} ms",
+                f"{ahead['idle_ms']:.2f} ms",
+                f"{ahead['idle_p90_ms']:.2f} ms",
+            ]
+        )
+    return markdown_table(heads, rows)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -39,6 +39,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "probe": ("probe",),
     "pool": ("pool",),
     "kernels": ("kernels",),
+    "ahead": ("ahead",),
     "front": ("front",),
     "terminal": ("terminal",),
 }

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from chatd.bench import tables
+from chatd.bench.ahead import ahead_table
 from chatd.bench.journal import journal_table
 from chatd.bench.step import step_table
 from chatd.bench.terminal import terminal_table
@@ -45,6 +46,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "probe": tables.probe_table,
     "pool": tables.pool_table,
     "kernels": tables.kernels_table,
+    "ahead": ahead_table,
     "front": tables.front_table,
     "terminal": terminal_table,
 }
