@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from chatd.engine.cgroup import MemoryRoom
-from chatd.engine.cost_model import CostParameters
+from chatd.engine.cost_model import GPU_COST
 from chatd.engine.decode_graphs import bucket_sizes
 from chatd.engine.gpu_runner import GpuRunner
 from chatd.engine.loaded_model import LoadedModel, Report
@@ -37,9 +37,6 @@ from chatd_kernels.stream import Stream
 
 GRAPH_BYTES = 32 * 2**20
 """Taken for what a captured graph takes beside the buffers that all share: its nodes, and what the driver keeps."""
-
-COST = CostParameters(fixed_s=8e-3, per_row_s=5e-5, per_pair_s=2e-9)
-"""Of steps, until they were measured: a model of 8 billion weights on a card of 2 TB/s."""
 
 _MAX_LOADING_THREADS = 4
 _DTYPES = {
@@ -127,7 +124,7 @@ def load_on_gpu(options: EngineOptions, stream: Stream, report: Report, room: Ca
         _kv_format(formats, options),
         notes,
         tiers,
-        cost=COST,
+        cost=GPU_COST,
         # Decodes take milliseconds: a pause of 50 would be seen.
         target_step_s=0.0,
         steps_in_flight=2,

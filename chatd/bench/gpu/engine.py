@@ -14,9 +14,9 @@ from chatd.bench.gpu.models import QWEN3_8B, RandomModel, RawConfig
 from chatd.bench.gpu.parts import Bench, Row, Rows
 from chatd.bench.gpu.steps import blocks_of
 from chatd.engine.core import EngineConfig, EngineCore
+from chatd.engine.cost_model import GPU_COST
 from chatd.engine.decode_graphs import bucket_sizes
 from chatd.engine.gpu_runner import GpuRunner
-from chatd.engine.gpu_startup import COST
 from chatd.engine.messages import Done, LeaseId, Submit, Tokens, encode
 from chatd.engine.plan import Plan, RequestId, StepInFlight, StepOutput
 from chatd.engine.sampling import SamplingParams
@@ -158,7 +158,7 @@ class BenchEngine:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            cost=COST,
+            cost=GPU_COST,
             target_step_s=0.0,
             vocab_size=self._model.config.vocab_size,
             steps_in_flight=steps_in_flight,

@@ -8,12 +8,15 @@ from functools import partial
 import torch
 
 from chatd.bench.gpu.models import Rates
-from chatd.bench.gpu.parts import Bench, Row, Rows
+from chatd.bench.gpu.parts import Bench, NoRoom, Row, Rows
 from chatd.bench.gpu.timing import seconds_of
 from chatd_kernels.linear import WeightFormat, linear, pack_linear
 
 _GIB = 1 << 30
+_ALIGNMENT = 512
 COPIED = (1 << 20, 16 << 20, 256 << 20, 4 * _GIB)
+_ROOM = 0.8
+"""Of what is free, what the largest copy and its source may take together."""
 ROWS = (1, 16, 64, 256, 2048, 8192)
 GATE_AND_UP = (24_576, 4096)
 """Outputs and inputs of a layer's first product of the MLP in Qwen3-8B."""
@@ -26,8 +29,17 @@ _KINDS: tuple[tuple[str, WeightFormat, bool], ...] = (
 
 
 def copy_rows(bench: Bench, sizes: Sequence[int] = COPIED) -> Rows:
-    """Yield what copies on the device reach by size; the largest one's bandwidth is what others are held against."""
-    for size in sizes:
+    """Yield what copies on the device reach by size; the largest one's bandwidth is what others are held against.
+
+    Sizes for which a card has no room are cut to the largest one that it has room for.
+
+    Raises:
+        NoRoom: There is room for none.
+    """
+    most = int(_ROOM * bench.stream.memory().free) // 2 // _ALIGNMENT * _ALIGNMENT
+    if most == 0:
+        raise NoRoom(f"{bench.stream.name} has no room for a copy")
+    for size in dict.fromkeys(min(size, most) for size in sizes):
         source = torch.empty(size, dtype=torch.uint8, device=bench.device)
         target = torch.empty_like(source)
         seconds = seconds_of(partial(target.copy_, source), bench.stream)

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from chatd.bench.gpu.attention import DecodeBatch, Heads, decode_rows, layout_rows
 from chatd.bench.gpu.checks import check_rows
-from chatd.bench.gpu.parts import Bench
+from chatd.bench.gpu.parts import Bench, NoRoom
 from chatd.bench.gpu.rates import copy_rows
 from chatd.bench.gpu.sampling import KINDS, Kind, draw_by_sort, sampling_rows
 from chatd_kernels.stream import InterpretedStream
@@ -45,6 +45,15 @@ def test_decode_is_measured_paged_and_contiguous_against_the_bandwidth_of_copies
     [row] = decode_rows(bench, SMALL, (2,), (40,))
     assert row["MiB read"] == 2 * 40 * 2 * 2 * 32 * 2 / (1 << 20)
     assert row["share of copies"] == pytest.approx(row["GB/s"] * 1e9 / bench.copy_bandwidth)
+
+
+def test_copies_are_as_large_as_the_card_has_room_for() -> None:
+    bench = Bench(InterpretedStream(10_000))
+    rows = list(copy_rows(bench, (1 << 10, 1 << 16, 1 << 32)))
+    assert [row["copied MiB"] * 2**20 for row in rows] == [1024, 3584]
+    assert bench.copy_bandwidth == pytest.approx(rows[-1]["GB/s read and written"] * 1e9)
+    with pytest.raises(NoRoom, match="has no room for a copy"):
+        list(copy_rows(Bench(InterpretedStream(1000))))
 
 
 def test_both_layouts_hold_the_same_tokens() -> None:
