@@ -86,13 +86,16 @@ def tile_shapes(
     is_long = layout.head_dim <= widest and (is_half or (layout.is_quantized and facts.has_shared_operands))
     positions = 64 if is_long else 32
     rows = 128 if is_wide else 64
-    warps = 4 if rows == 64 and layout.head_dim <= 64 and is_half else 8
+    is_light = not is_deterministic or facts.has_shared_operands
+    warps = 4 if rows == 64 and layout.head_dim <= 64 and is_half and is_light else 8
     tokens = max(1, _SMALL_MATRIX // group)
     prefill = TileShape(rows, positions, warps, _STAGES, rows // group)
     if is_deterministic:
         return TileShapes(replace(prefill, tokens=tokens), prefill, SEGMENT)
     small = max(_SMALL_MATRIX, next_power_of_2(group))
-    return TileShapes(TileShape(small, positions, 4, _STAGES, tokens), prefill, 0)
+    # With codes of small heads the third stage costs a register that is spilled, for one more program beside it.
+    stages = _STAGES - 1 if layout.is_quantized and layout.head_dim <= 64 else _STAGES
+    return TileShapes(TileShape(small, positions, 4, stages, tokens), prefill, 0)
 
 
 @dataclass(frozen=True, slots=True)
