@@ -170,7 +170,7 @@ def _launches(
         for name, size in shape.products.items():
             yield from _product_launches(f"product, {weight_format}, {name}", size, dtype, facts, is_fixed)
 
-    yield from _sampling_launches(rows(8, shape.vocab_size, of=torch.float32))
+    yield from _sampling_launches(rows(8, shape.vocab_size))
 
     cache = allocate_kv_cache(
         64, shape.num_layers, shape.num_kv_heads, block_size, shape.head_dim, kv_dtype, _META, key_group=1
@@ -224,10 +224,9 @@ def _product_launches(
         None,
         is_fixed,
     )
-    out_dtype = torch.float32 if label.endswith("logits") else dtype
     for num_rows in (1, 32, 64, 8192):
         x = torch.empty((num_rows, size[1]), dtype=dtype, device=_META)
-        out = torch.empty((num_rows, size[0]), dtype=out_dtype, device=_META)
+        out = torch.empty((num_rows, size[0]), dtype=dtype, device=_META)
         for launch in linear.launches(x, packed, out, facts=facts):
             is_sum = launch.kernel is sum_segments
             yield f"{label}, {'sum of ' if is_sum else ''}{num_rows} rows", launch
