@@ -15,9 +15,9 @@ import torch
 from chatd.engine.plan import RequestId, SampleSpec, TokenLogprobs
 from chatd.engine.sampler import Sampled
 from chatd.engine.sampling_slots import SamplingSlots, SlotChanges
-from chatd_kernels.gpu_device import StreamMark, pinned, upload
 from chatd_kernels.sampling import sample_rows
 from chatd_kernels.sampling.state import MAX_LIKELIEST, allocate_sampling_state
+from chatd_kernels.stream import Stream
 
 Specs = Sequence[tuple[RequestId, SampleSpec]]
 
@@ -25,10 +25,12 @@ Specs = Sequence[tuple[RequestId, SampleSpec]]
 class SampledInFlight:
     """The tokens of one step, which the device may still be drawing.
 
+    The host has them once the work that drew them has ended.
+
     Attributes:
         tokens: `[len(specs)]` int64 on the device, in the order of `specs`: what a pending token of the next plan is.
             A row without a token (its logits were not finite, or it wanted candidates) has 0. Valid until the next
-            call of `sample` runs on the device; work queued on the same stream before that call reads them safely.
+            call of `sample` runs on the device; what the stream runs before that call reads them safely.
     """
 
     def __init__(
@@ -42,12 +44,11 @@ class SampledInFlight:
         self._sampled: Sampled | None = None
 
     def result(self) -> Sampled:
-        """Wait until they are on the host, and return them."""
+        """Return them; the work that drew them must have ended."""
         if self._sampled is None:
             self._sampled = Sampled()
             if self._host is not None:
                 host, self._host = self._host, None
-                host.wait()
                 self._read(self._sampled, host)
                 self._free.append(host)
         return self._sampled
@@ -72,15 +73,15 @@ class DeviceSampler:
     Args:
         vocab_size: Columns of the logits.
         max_num_rows: Requests that may draw in one step.
-        device: Of the logits.
+        stream: Of the device; `sample` is a part of work that is put into it.
 
     Raises:
         ValueError: The vocabulary is too large for the kernels.
     """
 
-    def __init__(self, vocab_size: int, max_num_rows: int, device: torch.device) -> None:
-        self._device = device
-        self._state = allocate_sampling_state(vocab_size, max_num_rows, max_num_rows, device)
+    def __init__(self, vocab_size: int, max_num_rows: int, stream: Stream) -> None:
+        self._stream = stream
+        self._state = allocate_sampling_state(vocab_size, max_num_rows, max_num_rows, stream.device)
         self._slots = SamplingSlots(max_num_rows, max_num_rows, vocab_size)
         self._free: list[_HostCopy] = []
 
@@ -122,12 +123,11 @@ class DeviceSampler:
                 # Some of it may have been done.
                 self._slots.forget()
                 raise
-        host = self._free.pop() if self._free else _HostCopy(state.max_num_rows, self._device)
+        host = self._free.pop() if self._free else _HostCopy(state.max_num_rows, self._stream)
         host.drawn.copy_(state.drawn, non_blocking=True)
         if has_lists:
             host.likeliest[:num_rows].copy_(state.likeliest[:num_rows], non_blocking=True)
             host.logprobs[:num_rows].copy_(state.logprobs[:num_rows], non_blocking=True)
-        host.mark = StreamMark(self._device)
         return SampledInFlight(tokens, specs, state.vocab_size, host, self._free)
 
     def forget(self) -> None:
@@ -135,18 +135,16 @@ class DeviceSampler:
         self._slots.forget()
 
     def _send(self, changes: SlotChanges) -> None:
-        state = self._state
+        state, upload = self._state, self._stream.upload
         if changes.row_slots is not None:
-            upload(torch.from_numpy(changes.row_slots), state.row_slots)
+            state.row_slots.copy_(upload(changes.row_slots))
         if changes.slots:
-            fields = torch.from_numpy(np.stack(changes.fields))
-            here = upload(fields, torch.empty_like(fields, device=self._device))
-            index = torch.tensor(changes.slots, dtype=torch.int64)
-            state.table.index_copy_(0, upload(index, torch.empty_like(index, device=self._device)), here)
+            index = np.asarray(changes.slots, dtype=np.int64)
+            state.table.index_copy_(0, upload(index), upload(np.stack(changes.fields)))
         for slot, words in changes.words:
-            upload(torch.from_numpy(words), state.words[slot])
+            state.words[slot].copy_(upload(words))
         for slot, biases in changes.biases:
-            upload(torch.from_numpy(biases), state.biases[slot])
+            state.biases[slot].copy_(upload(biases))
 
 
 class _HostCopy:
@@ -154,19 +152,12 @@ class _HostCopy:
 
     Attributes:
         drawn: As `SamplingState.drawn`; so are the next two.
-        mark: After the copies.
     """
 
-    def __init__(self, max_num_rows: int, device: torch.device) -> None:
-        self.drawn = pinned((2, max_num_rows), torch.int64, device)
-        self.likeliest = pinned((max_num_rows, MAX_LIKELIEST), torch.int32, device)
-        self.logprobs = pinned((max_num_rows, 1 + MAX_LIKELIEST), torch.float32, device)
-        self.mark: StreamMark | None = None
-
-    def wait(self) -> None:
-        """Wait for the copies."""
-        assert self.mark is not None, "nothing is being copied"
-        self.mark.wait()
+    def __init__(self, max_num_rows: int, stream: Stream) -> None:
+        self.drawn = stream.pinned((2, max_num_rows), torch.int64)
+        self.likeliest = stream.pinned((max_num_rows, MAX_LIKELIEST), torch.int32)
+        self.logprobs = stream.pinned((max_num_rows, 1 + MAX_LIKELIEST), torch.float32)
 
     def likeliest_of(self, row: int, count: int) -> list[tuple[int, float]]:
         """The first tokens of a row's list, with their log probabilities."""

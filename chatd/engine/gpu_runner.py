@@ -98,7 +98,7 @@ class GpuRunner:
         self._places: dict[RequestId, int] = {}
         self._graphs = DecodeGraphs(stream, ())
         self._logits: dict[int, torch.Tensor] = {}
-        self._sampler = DeviceSampler(decoder.config.vocab_size, max_num_seqs, stream.device)
+        self._sampler = DeviceSampler(decoder.config.vocab_size, max_num_seqs, stream)
 
     @property
     def num_graphs(self) -> int:

@@ -1,7 +1,7 @@
 """Start-up on a GPU: the pool takes the memory that weights, the largest step and the graphs leave.
 
 ```
-weights → buffers → a profiled step of the largest size → pool → graphs → a trial step
+weights → buffers → profiled steps, of the largest sizes and of every kind → pool → graphs → a trial step
 ```
 """
 
@@ -18,13 +18,13 @@ from chatd.engine.cgroup import MemoryRoom
 from chatd.engine.cost_model import GPU_COST
 from chatd.engine.decode_graphs import bucket_sizes
 from chatd.engine.gpu_runner import GpuRunner
+from chatd.engine.gpu_warm_up import trial_step, warm_up_steps
 from chatd.engine.loaded_model import LoadedModel, Report
 from chatd.engine.lower_tiers import allocate_host, open_lower_tiers
 from chatd.engine.memory import size_gpu_pool, size_host
 from chatd.engine.number_formats import NumberFormats, formats_for_gpu
 from chatd.engine.options import EngineOptions
-from chatd.engine.plan import BlockId, Chunk, Plan, RequestId, SampleSpec
-from chatd.engine.sampling import SamplingParams
+from chatd.engine.plan import Plan
 from chatd.errors import ConfigError, EnvironmentProblem, ModelError
 from chatd.models.decoder import Decoder
 from chatd.models.loader import load_decoder
@@ -32,7 +32,6 @@ from chatd.models.model_config import load_decoder_config
 from chatd_kernels.cpus import available_cpus
 from chatd_kernels.gpu_device import OutOfDeviceMemory
 from chatd_kernels.kv_cache import KVCache, KVCacheLayout, device_key_group
-from chatd_kernels.sampling.state import MAX_LIKELIEST
 from chatd_kernels.stream import Stream
 
 GRAPH_BYTES = 32 * 2**20
@@ -93,7 +92,9 @@ def load_on_gpu(options: EngineOptions, stream: Stream, report: Report, room: Ca
         runner = GpuRunner(
             decoder, stream, max_num_seqs=options.max_num_seqs, is_deterministic=options.deterministic, host=host
         )
-        steps = _largest_steps(decoder, options)
+        steps = warm_up_steps(
+            options.max_num_batched_tokens, options.max_num_seqs, decoder.max_model_len, options.block_size
+        )
         step_bytes = stream.peak_bytes(lambda: _run(runner, steps, partial(report, "profiling a step")))
         sizes = [] if options.enforce_eager else bucket_sizes(options.max_num_seqs)
         report("allocating the KV pool", 0.0)
@@ -112,7 +113,7 @@ def load_on_gpu(options: EngineOptions, stream: Stream, report: Report, room: Ca
         _bind_cache(decoder, layout, pool.num_blocks)
         if sizes:
             runner.capture(sizes, partial(report, "capturing graphs"))
-        _run(runner, steps[-1:], partial(report, "trying a step"))
+        _run(runner, [trial_step(steps[-1], pool.num_blocks)], partial(report, "trying a step"))
     tiers = open_lower_tiers(options, decoder.kv_cache, host)
     stream.synchronize()
     notes = [*_describe(stream, formats, runner, options), *pool.notes, *tiers.notes]
@@ -166,36 +167,6 @@ def _bind_cache(decoder: Decoder, layout: KVCacheLayout, num_blocks: int) -> Non
     shape = (num_blocks, *layout.block_shape)
     data = torch.zeros(shape, dtype=layout.storage_dtype, device=decoder.device)
     decoder.bind_kv_cache(KVCache(data, layout))
-
-
-def _largest_steps(decoder: Decoder, options: EngineOptions) -> list[Plan]:
-    """Return the steps that take most memory, all in block 0, whose content no request has seen.
-
-    They are a step of as many rows as there may be in one chunk, one of as many chunks, and one of as many decodes;
-    before the last one, one decode for each kind of draw. So the kernels of every kind of step are compiled, too.
-    """
-    greedy = SampleSpec(SamplingParams(max_tokens=1), 0)
-    listed = SampleSpec(SamplingParams(max_tokens=1, logprobs=1), 0)
-    beam = SampleSpec(SamplingParams(max_tokens=1), 0, num_candidates=MAX_LIKELIEST)
-    drawn = SampleSpec(
-        SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, frequency_penalty=0.1, seed=0),
-        0,
-        prompt_ids=[0],
-    )
-    num_rows, num_seqs = options.max_num_batched_tokens, options.max_num_seqs
-
-    def chunk(index: int, length: int, sample: SampleSpec) -> Chunk:
-        length = min(length, decoder.max_model_len)
-        blocks = [BlockId(0)] * -(-length // options.block_size)
-        return Chunk(RequestId(-1 - index), 0, [0] * length, blocks, sample)
-
-    steps = (
-        [chunk(0, num_rows, drawn)],
-        [chunk(i, num_rows // num_seqs, drawn) for i in range(num_seqs)],
-        *([chunk(0, 1, kind)] for kind in (greedy, listed, beam)),
-        [chunk(i, 1, drawn if i % 2 else greedy) for i in range(num_seqs)],
-    )
-    return [Plan(-1, chunks, (), options.block_size) for chunks in steps]
 
 
 def _run(runner: GpuRunner, plans: Sequence[Plan], report: Callable[[float], None]) -> None:

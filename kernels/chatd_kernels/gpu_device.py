@@ -61,16 +61,6 @@ def _gpu_facts(index: int) -> DeviceFacts:
     )
 
 
-def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory of the host that a device copies to and from by itself; what is in it is not known."""
-    return torch.empty(shape, dtype=dtype, pin_memory=device.type != "cpu")
-
-
-def upload(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Copy to a device's memory in the order of its current stream, without waiting for it; return the target."""
-    return target.copy_(_reachable(source, target.device), non_blocking=True)
-
-
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of the host on a device, copied there in the order of its current stream, without waiting for it."""
     return _reachable(tensor, device).to(device, non_blocking=True)
@@ -79,21 +69,6 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _reachable(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of the host where a GPU copies it by itself; the allocator keeps it there until that is done."""
     return tensor.pin_memory() if device.type == "cuda" else tensor
-
-
-class StreamMark:
-    """The work that a device's current stream has been given so far."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
-        if device.type != "cpu":
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(device))
-
-    def wait(self) -> None:
-        """Wait until that is done."""
-        if self._event is not None:
-            self._event.synchronize()
 
 
 def wait_for_stream(device: torch.device) -> None:

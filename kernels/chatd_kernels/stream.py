@@ -76,7 +76,10 @@ class Stream(Protocol):
         ...
 
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """Return a copy on the device, which is there for work that is put in after it; the array may change."""
+        """Return a copy on the device, which is there for what is put in after it; the array may change.
+
+        Work may ask for one itself, and find it there.
+        """
         ...
 
     def synchronize(self) -> None:

@@ -8,6 +8,10 @@ from chatd.engine.options import EngineOptions
 from chatd.engine.startup import build_engine
 from chatd.errors import ConfigError, EnvironmentProblem, ModelError
 from chatd.testing.engine import FakeClock
+from chatd_kernels.ahead_of_time import Architecture, ModelShape, choices
+from chatd_kernels.gpu_device import INTERPRETED
+from chatd_kernels.launch import Launch
+from chatd_kernels.paged_attention import gpu_schedule
 from chatd_kernels.stream import InterpretedStream
 
 MIB = 2**20
@@ -92,3 +96,38 @@ def test_formats_that_do_not_go_together_are_refused_before_anything_is_loaded(s
     monkeypatch.setattr(gpu_startup, "load_decoder", None)
     with pytest.raises(ConfigError, match="kv_dtype is float16 and dtype bfloat16"):
         start(dtype="bfloat16", kv_dtype="float16")
+
+
+SHAPE = ModelShape("tiny", 2, 64, 96, 4, 2, 16, 256)
+
+
+def variant(launch):
+    """What of a launch is compiled: the kernel, its constants (in capitals), and how."""
+    constants = sorted((name, value) for name, value in launch.arguments.items() if name.isupper())
+    return launch.kernel.fn.__name__, tuple(constants), tuple(launch.options.items())
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_every_kernel_is_compiled_before_it_serves(llama, monkeypatch, is_deterministic):
+    """What may be chosen later is started at start-up: a compilation would hold everybody up for seconds."""
+    monkeypatch.setattr(gpu_schedule, "_DECODE_POSITIONS", 32)
+    monkeypatch.setattr(gpu_schedule, "_PREFILL_POSITIONS", 32)
+    started = set()
+    monkeypatch.setattr(Launch, "run", lambda launch: started.add(variant(launch)))
+    monkeypatch.setattr(gpu_startup.GpuRunner, "capture", lambda _runner, sizes, report: report(1.0))
+    options = EngineOptions(
+        model_id="tiny",
+        model_path=str(llama),
+        model_digest="d",
+        dtype="float16",
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        enforce_eager=True,
+        deterministic=is_deterministic,
+    )
+    build_engine(options, FakeClock(), lambda *_: None, InterpretedStream(64 * MIB))
+    architecture = Architecture(0, INTERPRETED, 0)
+    half = torch.float16
+    for choice in choices(SHAPE, half, half, architecture, is_deterministic=is_deterministic):
+        if not choice.label.startswith("product"):
+            assert variant(choice.launch) in started, choice.label

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -13,14 +14,13 @@ from chatd.engine.plan import RequestId, SampleSpec
 from chatd.engine.sampler import Sampled, Sampler
 from chatd.engine.sampling import SamplingParams
 from chatd_kernels.dispatch import use_backend
+from chatd_kernels.stream import InterpretedStream
 
 pytest.importorskip("triton")
 
-from chatd.engine import device_sampler as module
 from chatd.engine.device_sampler import DeviceSampler
 
 VOCAB = 523
-CPU = torch.device("cpu")
 KINDS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.8, "seed": 1},
@@ -39,18 +39,24 @@ def gpu() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def uploads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many numbers each copy to the device has, in order."""
-    sent: list[int] = []
-    upload = module.upload
+class CountingStream(InterpretedStream):
+    """Counts copies to the device.
 
-    def counted(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        sent.append(source.numel())
-        return upload(source, target)
+    Attributes:
+        num_uploads: So far.
+    """
 
-    monkeypatch.setattr(module, "upload", counted)
-    return sent
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_uploads = 0
+
+    def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        self.num_uploads += 1
+        return super().upload(array)
+
+
+def make_sampler(max_num_rows: int, vocab_size: int = VOCAB) -> DeviceSampler:
+    return DeviceSampler(vocab_size, max_num_rows, InterpretedStream())
 
 
 def logits_of(num_rows: int, seed: int, scale: float = 2.0) -> torch.Tensor:
@@ -96,7 +102,7 @@ def check_like(given: Sampled, expected: Sampled) -> None:
 def test_answers_are_those_of_the_hosts_sampler_whoever_comes_and_goes() -> None:
     """Four slots for seven requests: the one that was drawn longest ago loses its own, and gets another."""
     rng = np.random.default_rng(0)
-    device, host, answers = DeviceSampler(VOCAB, 4, CPU), Sampler(), Answers(PARAMS)
+    device, host, answers = make_sampler(4), Sampler(), Answers(PARAMS)
     for step in range(8):
         rows = rng.permutation(len(PARAMS))[: rng.integers(1, 5)].tolist()
         logits = logits_of(len(rows), step)
@@ -109,22 +115,24 @@ def test_answers_are_those_of_the_hosts_sampler_whoever_comes_and_goes() -> None
         answers.append(expected)
 
 
-def test_one_step_ahead_every_token_is_the_same_and_a_steady_batch_sends_nothing(uploads: list[int]) -> None:
-    device, host, answers = DeviceSampler(VOCAB, 8, CPU), Sampler(), Answers(PARAMS)
+def test_one_step_ahead_every_token_is_the_same_and_a_steady_batch_sends_nothing() -> None:
+    stream = CountingStream()
+    device, host, answers = DeviceSampler(VOCAB, 8, stream), Sampler(), Answers(PARAMS)
     rows = list(range(len(PARAMS)))
     flight = device.sample(logits_of(len(rows), 0), answers.specs(rows))
-    uploads.clear()
+    num_uploads = stream.num_uploads
+    assert num_uploads > 0
     for step in range(3):
         ahead = device.sample(logits_of(len(rows), step + 1), answers.specs(rows, num_pending=1))
         expected = host.sample(logits_of(len(rows), step), answers.specs(rows))
         check_like(flight.result(), expected)
         answers.append(expected)
         flight = ahead
-    assert uploads == []
+    assert stream.num_uploads == num_uploads
 
 
 def test_a_step_that_was_discarded_is_drawn_again() -> None:
-    device, host, answers = DeviceSampler(VOCAB, 8, CPU), Sampler(), Answers(PARAMS[3:])
+    device, host, answers = make_sampler(8), Sampler(), Answers(PARAMS[3:])
     rows = list(range(len(answers.params)))
     for step in range(2):
         specs = answers.specs(rows)
@@ -137,15 +145,16 @@ def test_a_step_that_was_discarded_is_drawn_again() -> None:
 
 
 def test_other_parameters_under_the_same_name_are_other_parameters() -> None:
-    device = DeviceSampler(VOCAB, 2, CPU)
+    device = make_sampler(2)
     logits = logits_of(1, 5)
     for params in (*PARAMS, *reversed(PARAMS)):
         specs = Answers([params]).specs([0])
         check_like(device.sample(logits, specs).result(), Sampler().sample(logits, specs))
 
 
-def test_a_greedy_batch_looks_at_no_parameters(uploads: list[int]) -> None:
-    device = DeviceSampler(VOCAB, 4, CPU)
+def test_a_greedy_batch_looks_at_no_parameters() -> None:
+    stream = CountingStream()
+    device = DeviceSampler(VOCAB, 4, stream)
     logits = logits_of(4, 1).half()
     logits[1, [9, 400]] = 90.0
     logits[2, 0] = float("nan")
@@ -153,11 +162,11 @@ def test_a_greedy_batch_looks_at_no_parameters(uploads: list[int]) -> None:
     flight = device.sample(logits, specs)
     assert flight.tokens.tolist() == [int(logits[0].argmax()), 9, 0]
     assert flight.result() == Sampler().sample(logits[:3].float(), specs)
-    assert uploads == []
+    assert stream.num_uploads == 0
 
 
 def test_a_request_whose_logits_are_not_finite_fails_alone() -> None:
-    device, answers = DeviceSampler(VOCAB, 8, CPU), Answers(PARAMS)
+    device, answers = make_sampler(8), Answers(PARAMS)
     rows = list(range(len(PARAMS)))
     logits = logits_of(len(rows), 3)
     logits[1, 40] = float("nan")
@@ -168,7 +177,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone() -> None:
 
 
 def test_candidates_of_beams_are_those_of_the_hosts_sampler() -> None:
-    device, host = DeviceSampler(VOCAB, 4, CPU), Sampler()
+    device, host = make_sampler(4), Sampler()
     plain = SamplingParams(max_tokens=9)
     changed = SamplingParams(max_tokens=9, repetition_penalty=1.4, logit_bias=((5, 2.0), (11, -3.0)))
     for step in range(3):
@@ -187,11 +196,11 @@ def test_candidates_of_beams_are_those_of_the_hosts_sampler() -> None:
 def test_all_of_a_small_vocabulary_may_be_candidates() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0]])
     specs = [(RequestId(0), SampleSpec(SamplingParams(max_tokens=9), 0, (1,), num_candidates=30))]
-    flight = DeviceSampler(4, 1, CPU).sample(logits, specs)
+    flight = make_sampler(1, vocab_size=4).sample(logits, specs)
     check_like(flight.result(), Sampler().sample(logits, specs))
 
 
 def test_no_rows_give_nothing() -> None:
-    flight = DeviceSampler(VOCAB, 4, CPU).sample(torch.empty(0, VOCAB), [])
+    flight = make_sampler(4).sample(torch.empty(0, VOCAB), [])
     assert flight.tokens.tolist() == []
     assert flight.result() == Sampled()
