@@ -172,4 +172,28 @@ AHEAD_FAULTS = (
         "if self.flights.is_full:",
         TEST_AHEAD + "a_suspect_is_never_in_flight_beside_others",
     ),
+    fault(
+        "plans are made on though somebody waits for none to be in flight",
+        "who may take blocks from others never does, while they have work",
+        FLIGHTS,
+        " or (self.must_settle and bool(self._flights))",
+        "",
+        TEST_AHEAD + "nobody_gives_way_to_a_plan_that_is_made_ahead",
+    ),
+    fault(
+        "a step that was too large cuts nothing",
+        "it is tried again as it was, for ever",
+        "chatd/engine/row_limit.py",
+        "self.limit = max(1, min(self.limit, num_rows // 2))",
+        "self.limit = max(1, min(self.limit, num_rows))",
+        TEST_AHEAD + "the_rows_of_a_step_grow_back_slowly",
+    ),
+    fault(
+        "a limit of rows grows back at once",
+        "every few steps one runs out of memory",
+        "chatd/engine/row_limit.py",
+        "min(self._most, self.limit + -(-self.limit // _GROW_PART))",
+        "self._most",
+        TEST_AHEAD + "the_rows_of_a_step_grow_back_slowly",
+    ),
 )
