@@ -124,7 +124,7 @@ async def _(stage: Stage) -> None:
 @of("copy")
 async def _(stage: Stage) -> None:
     await stage.enter("/copy")
-    await stage.told("copied")
+    await stage.told("sent the message")
     assert (stage.app.clipboard, (stage.folder / "copied.txt").read_text()) == ("answer 1", "answer 1")
 
 

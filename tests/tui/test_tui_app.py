@@ -239,6 +239,7 @@ async def test_copy_goes_to_the_terminal_and_to_a_file_of_ones_own(
         await say(pilot, "hi")
         await wait_until(lambda: bool(answers(app)) and status(app).kind == "idle")
         await pilot.press("ctrl+y")
+        await wait_until(lambda: status(app).text == "sent the message to the terminal's clipboard")
         assert app.clipboard == "Hello **there**."
         copied = tmp_path / "copied.txt"
         assert copied.read_text() == "Hello **there**."

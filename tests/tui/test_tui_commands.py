@@ -260,14 +260,16 @@ async def test_copies_are_of_the_selected_message_or_of_a_code_block(
         async with app.run_test(size=SIZE) as pilot:
             await talk(app, pilot, wait_until, "code?")
             await type_line(pilot, "/copy code")
-            assert (app.clipboard, app.chat.status.text) == ("two\n", "copied code block 2 of 2")
+            await wait_until(lambda: app.chat.status.text == "sent code block 2 of 2 to the terminal's clipboard")
+            assert app.clipboard == "two\n"
             await type_line(pilot, "/copy 1")
-            assert app.clipboard == "one\n"
+            await wait_until(lambda: app.clipboard == "one\n")
             await type_line(pilot, "/copy 3")
+            await wait_until(lambda: app.chat.status.kind == "warning")
             assert app.chat.status.text == "there is no code block 3 in this message"
             app.chat.composer.clear()
             await pilot.press("tab", "up", "y")
-            await wait_until(lambda: app.clipboard == "code?")
+            await wait_until(lambda: app.clipboard == "code?" and "message" in app.chat.status.text)
             assert (tmp_path / "copied.txt").read_text() == "code?"
 
 

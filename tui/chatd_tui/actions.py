@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chatd import typed_params
@@ -13,7 +12,6 @@ from chatd.clean import clean_line
 from chatd.errors import ChatdError, InvalidRequest
 from chatd.protocol import ContextPolicy, Params
 from chatd_tui import status_text
-from chatd_tui.clipboard import MAX_OSC52_BYTES, save_copy
 from chatd_tui.export import code_blocks, rendered, write_new
 from chatd_tui.form_fields import FIELDS
 from chatd_tui.settings_form import open_form
@@ -32,12 +30,10 @@ class Actions:
 
     Args:
         app: What they act on.
-        copies: The folder that keeps what was copied last.
     """
 
-    def __init__(self, app: ChatApp, copies: Path) -> None:
+    def __init__(self, app: ChatApp) -> None:
         self._app = app
-        self._copies = copies
 
     def _say(self, text: str, hint: str = "", kind: str = "notice") -> None:
         self._app.chat.status = StatusView(kind, text, hint)
@@ -127,7 +123,7 @@ class Actions:
         """Copy a message or one of its code blocks to the clipboard and to a file."""
         selected = self._app.chat.transcript.selected
         text = selected.text if selected is not None else self._app.conversation.last_answer()
-        what = "copied"
+        what = "the message"
         if not text:
             self._say("there is no answer to copy yet")
             return
@@ -138,12 +134,8 @@ class Actions:
                 have = f"it has {len(blocks)}" if blocks else "it has none"
                 self._say(f"there is no code block {clean_line(argument, 20)} in this message", have, "warning")
                 return
-            text, what = blocks[number - 1], f"copied code block {number} of {len(blocks)}"
-        fits = len(text.encode("utf-8", "replace")) <= MAX_OSC52_BYTES
-        if fits:
-            self._app.copy_to_clipboard(text)
-        path = save_copy(text, self._copies)
-        self._say(what if fits else "too long for the terminal's clipboard", f"also in {path}" if path else "")
+            text, what = blocks[number - 1], f"code block {number} of {len(blocks)}"
+        await self._app.copying.copy(what, text)
 
     async def stop(self, _: str) -> None:
         """End the answer in progress."""

@@ -20,6 +20,7 @@ from chatd_tui.actions import Actions
 from chatd_tui.attachments import completions
 from chatd_tui.command_table import COMMANDS
 from chatd_tui.commands import Command, Context, Suggestion, Typed, find, parse, similar, suggestions
+from chatd_tui.copying import Copying
 from chatd_tui.input_history import InputHistory
 from chatd_tui.keymap import DEFAULT, LEAVE, Keymap, bindings
 from chatd_tui.keymap_file import load_keymap
@@ -79,7 +80,8 @@ class ChatApp(NewsApp, inherit_bindings=False):
         self.chat.composer.suggest = self._suggest
         self.chat.composer.sent = self._sent = history or InputHistory()
         self._sending = Sending(self)
-        self._actions = Actions(self, copies or state_dir())
+        self.copying = Copying(self, copies or state_dir())
+        self._actions = Actions(self)
         self._interrupted_at = float("-inf")
 
     def on_mount(self) -> None:
@@ -269,13 +271,12 @@ class ChatApp(NewsApp, inherit_bindings=False):
 
         self.push_screen(LinkScreen(href), answered)
 
-    def action_interrupt(self) -> None:
+    async def action_interrupt(self) -> None:
         """Copy the selection, if there is one; pressed twice, quit."""
         composer = self.chat.composer
         selected = composer.selected_text or self.screen.get_selected_text()
         if selected:
-            self.copy_to_clipboard(selected)
-            self.chat.status = StatusView("notice", "copied the selection")
+            await self.copying.copy("the selection", selected)
             return
         now = time.monotonic()
         if now - self._interrupted_at < QUIT_WINDOW_S:
