@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import pytest
 from textual.command import CommandPalette
 from textual.pilot import Pilot
@@ -95,11 +94,16 @@ async def _(stage: Stage) -> None:
     assert stage.app.chat.transcript.views()[1].siblings.count == 2
 
 
-@of("continue", [ANSWERS[0], Script(deltas=[" and more"])])
+@of("continue", [*HANGING, Script(deltas=["end"])])
 async def _(stage: Stage) -> None:
-    cut = msgspec.structs.replace(stage.session.items[-1], status="incomplete", reason="max_output_tokens")
-    stage.session.put(cut)
-    await stage.say("/continue", "one", "answer 1 and more")
+    await stage.enter("/continue")
+    await stage.told("the answer is complete")
+    await stage.enter("two")
+    stage.daemon.release()
+    await stage.wait_until(lambda: stage.texts[-1] == "an ")
+    await stage.enter("/stop")
+    await stage.wait_until(lambda: not stage.app.conversation.busy)
+    await stage.say("/continue", "one", "answer 1", "two", "an end")
 
 
 @of("branch")

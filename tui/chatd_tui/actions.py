@@ -74,6 +74,11 @@ class Actions:
         """Go on from an answer that was cut short."""
         selected = self._app.chat.transcript.selected
         item = selected.id if selected is not None and selected.role == "assistant" else None
+        views = self._app.chat.transcript.views()
+        answer = next((view for view in reversed(views) if view.role == "assistant" and item in (None, view.id)), None)
+        if answer is not None and answer.done and not answer.trouble:
+            self._say("the answer is complete", "/regenerate has it again")
+            return
         self._say("going on", kind="busy")
         self._start(self._app.link.go_on(item))
 
