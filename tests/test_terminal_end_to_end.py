@@ -111,9 +111,9 @@ class Screens:
         self.folder = folder
 
     def open(self, *set_up: str, columns: int = 90, rows: int = 40) -> Terminal:
-        terminal = self._tmux.open(
-            CLIENT, environment=self._place.variables, folder=self.folder, columns=columns, rows=rows
-        )
+        # A size that a shell exported once must not hold.
+        variables = {**self._place.variables, "COLUMNS": "70", "LINES": "20"}
+        terminal = self._tmux.open(CLIENT, environment=variables, folder=self.folder, columns=columns, rows=rows)
         terminal.wait_for("● connected")
         for command in set_up:
             carry_out(terminal, command)
@@ -181,9 +181,8 @@ def test_versions_of_an_answer_and_of_a_message_stand_beside_each_other(screens:
     terminal.press("Escape")
     terminal.enter("/edit")
     terminal.wait_for("another version of this message", r"│ What is the capital of France\?")
-    terminal.press(*["BSpace"] * len("France?"))
-    terminal.type("Spain?")
-    terminal.press("Enter")
+    # In one burst, as over a slow line.
+    terminal.press(*["BSpace"] * len("France?"), *"Spain?", "Enter")
     terminal.wait_for(r"What is the capital of Spain\?", "Salvador", ENDED)
     terminal.press("Tab")
     terminal.wait_for("↑↓ select")

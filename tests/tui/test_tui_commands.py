@@ -592,10 +592,12 @@ async def test_keys_that_come_in_one_burst_are_each_obeyed_where_they_belong(
             assert texts(app)[2] == "two"
             assert daemon.sessions[app.link.session].pinned
             assert app.chat.composer.text == "more"
+            burst(app, "ctrl+u", *"less", "left", "left", "delete", *"a")
+            await wait_until(lambda: app.chat.composer.text == "leas")
             burst(app, "tab", "up", "up")
             await wait_until(lambda: app.chat.transcript.selected is not None)
             await wait_until(lambda: app.chat.transcript.selected.text == "answer 1")
-            assert app.chat.composer.text == "more"
+            assert app.chat.composer.text == "leas"
 
 
 async def test_what_a_command_says_just_before_an_answer_ends_can_be_read(make_app: MakeApp, wait_until) -> None:

@@ -31,6 +31,7 @@ from chatd_tui.screens.found import FoundScreen
 from chatd_tui.screens.help import ConfirmScreen, HelpScreen, LinkScreen
 from chatd_tui.screens.pool import PoolScreen
 from chatd_tui.sending import Sending
+from chatd_tui.terminal_size import forget_exported_size
 from chatd_tui.theme import CHATD, check_theme, own_variables
 from chatd_tui.views import FoundRow, MeterView
 from chatd_tui.widgets.status import StatusView
@@ -322,6 +323,7 @@ def run_app(
     """
     keymap = keymap or load_keymap()
     theme = check_theme(theme or theme_name() or CHATD.name)
+    forget_exported_size()
     try:
         app = ChatApp(servers, key, history=InputHistory(input_history_path()), keymap=keymap, theme=theme)
         app.run(mouse=mouse)

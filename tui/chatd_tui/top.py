@@ -16,6 +16,7 @@ from chatd_tui.link import DaemonLink
 from chatd_tui.screens.pool import KEYS as PAGE_KEYS
 from chatd_tui.screens.pool import PoolScreen
 from chatd_tui.status_text import connection_text
+from chatd_tui.terminal_size import forget_exported_size
 from chatd_tui.theme import CHATD
 
 KEYS = (("Esc", "quit"), *(key for key in PAGE_KEYS if key[0] not in ("F1", "^Q")))
@@ -80,6 +81,7 @@ def run_pool(url: str, key: str | None = None) -> None:
     Raises:
         ChatdError: The daemon refused.
     """
+    forget_exported_size()
     error = PoolApp(url, key).run()
     if error is not None:
         raise error

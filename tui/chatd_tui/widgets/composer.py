@@ -132,13 +132,22 @@ class Composer(TextArea):
                 self._select()
         elif event.key in ("up", "down") and self._offered.view.rows:
             self._offered.move(-1 if event.key == "up" else 1)
-        elif event.key in ("up", "down") and self._recall(event.key):
+        elif (event.key in ("up", "down") and self._recall(event.key)) or await self._run_own_binding(event):
             pass
         else:
             await super()._on_key(event)
             return
         event.stop()
         event.prevent_default()
+
+    async def _run_own_binding(self, event: events.Key) -> bool:
+        """Do at once what a key does to the text; the app would do it after keys that came later."""
+        if event.is_printable:
+            return False
+        active = self.screen.active_bindings.get(event.key)
+        if active is None or active.node is not self:
+            return False
+        return await self.app.run_action(active.binding.action, default_namespace=self)
 
     def _recall(self, key: str) -> bool:
         """Show what was sent before or after; False inside of a text, and where there is nothing more."""
