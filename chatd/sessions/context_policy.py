@@ -16,13 +16,7 @@ from datetime import date as Date
 
 from chatd.errors import ContextLengthExceeded
 from chatd.protocol import ContextPolicy, Message
-from chatd.sessions.conversation import (
-    Node,
-    last_answer,
-    path_to,
-    pending_after,
-    system_digest,
-)
+from chatd.sessions.logs import Node, last_answer, path_to, pending_after, system_digest
 from chatd.sessions.model_profile import ModelProfile
 from chatd.sessions.ports import ChatEncoder
 

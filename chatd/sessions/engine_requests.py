@@ -35,7 +35,7 @@ from chatd.engine.messages import (
 from chatd.engine.plan import RequestId
 from chatd.engine.sampling import SamplingParams
 from chatd.errors import Unavailable
-from chatd.sessions.conversation import Node, common_length, common_prefix, log_between, log_of, num_equal_ids
+from chatd.sessions.logs import Node, common_length, common_prefix, log_between, log_of, num_equal_ids
 from chatd.sessions.ports import EngineGateway
 from chatd.sessions.session import Lease, Session
 from chatd.sessions.turn import Turn

@@ -14,9 +14,10 @@ from chatd.errors import DamagedRecord, StorageError
 from chatd.journal.records import Erased
 from chatd.protocol import EraseReceipt, SessionErased
 from chatd.sessions.attachments import Attachments
-from chatd.sessions.conversation import Conversation, last_answer, log_of
+from chatd.sessions.conversation import Conversation
 from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.events import Subscriber
+from chatd.sessions.logs import last_answer, log_of
 from chatd.sessions.ports import Journal
 from chatd.sessions.recorder import Receipt, Recorder
 from chatd.sessions.session import Session

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chatd.protocol import Message
-from chatd.sessions.conversation import Node, Owner
+from chatd.sessions.conversation import Owner
+from chatd.sessions.logs import Node
 from chatd.sessions.session import Session
 
 _Key = tuple[int, str, str]

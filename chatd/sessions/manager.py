@@ -45,7 +45,7 @@ from chatd.protocol import (
 from chatd.sessions.attachments import Attachments
 from chatd.sessions.choices import Choices
 from chatd.sessions.completion import Completion, CompletionDelta, CompletionRequest
-from chatd.sessions.conversation import Owner, Subscriber, log_of
+from chatd.sessions.conversation import Owner, Subscriber
 from chatd.sessions.drafts import Drafts, OnCharged
 from chatd.sessions.engine_events import EngineEvents, LeaseHolder, LeaseSessions, PoolListener
 from chatd.sessions.engine_requests import EngineRequests
@@ -53,6 +53,7 @@ from chatd.sessions.erasing import Eraser
 from chatd.sessions.idle_policy import IdlePolicy
 from chatd.sessions.inspections import Inspections
 from chatd.sessions.limits import SessionLimits
+from chatd.sessions.logs import log_of
 from chatd.sessions.model_profile import ModelProfile, draw_seed
 from chatd.sessions.native import NativeDoor
 from chatd.sessions.native_turns import NativeTurns

@@ -22,9 +22,10 @@ from chatd.protocol import (
     SessionUpdated,
 )
 from chatd.sessions.attachments import Attachments
-from chatd.sessions.conversation import Conversation, Node, Owner
+from chatd.sessions.conversation import Conversation, Owner
 from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.limits import SessionLimits
+from chatd.sessions.logs import Node
 from chatd.sessions.owner_changes import Asked, OwnerChanges
 from chatd.sessions.recorder import Receipt
 from chatd.sessions.session import Session

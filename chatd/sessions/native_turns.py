@@ -22,9 +22,10 @@ from chatd.protocol import (
     SessionTier,
     UserMessage,
 )
-from chatd.sessions.conversation import MESSAGE_OVERHEAD_BYTES, Node
+from chatd.sessions.conversation import MESSAGE_OVERHEAD_BYTES
 from chatd.sessions.events import Subscriber
 from chatd.sessions.limits import SessionLimits
+from chatd.sessions.logs import Node
 from chatd.sessions.owner_changes import Asked, OwnerChanges
 from chatd.sessions.restoring import response_of
 from chatd.sessions.session import Session

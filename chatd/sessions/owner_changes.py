@@ -14,9 +14,10 @@ from chatd.engine.messages import RequestClass
 from chatd.errors import InvalidRequest
 from chatd.journal.records import Change, SaveAnswer, SaveSession, SessionRecord
 from chatd.protocol import Event, Message, Params
-from chatd.sessions.conversation import Node, Owner
+from chatd.sessions.conversation import Owner
 from chatd.sessions.events import Subscriber
 from chatd.sessions.loading import SessionLoader
+from chatd.sessions.logs import Node
 from chatd.sessions.model_profile import ModelProfile
 from chatd.sessions.recorder import Receipt, Recorder
 from chatd.sessions.session import Session

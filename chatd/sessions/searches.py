@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from chatd.engine.messages import Beams, FinishReason
 from chatd.protocol import Usage
-from chatd.sessions.conversation import Node
 from chatd.sessions.engine_requests import EngineRequests
+from chatd.sessions.logs import Node
 from chatd.sessions.ports import ChatEncoder, Vocabulary
 from chatd.sessions.session import Session
 from chatd.sessions.turn import AnswerText, OtherAnswer, Turn

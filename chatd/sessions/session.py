@@ -44,8 +44,9 @@ from chatd.protocol import (
     Snapshot,
     TranscriptEvent,
 )
-from chatd.sessions.conversation import Conversation, Node, Owner, common_node, path_to
+from chatd.sessions.conversation import Conversation, Owner
 from chatd.sessions.events import EventRing, Subscriber, Subscription
+from chatd.sessions.logs import Node, common_node, path_to
 from chatd.sessions.turn import TextDelta, Turn, TurnEnd
 
 TAIL_ITEMS = 20

@@ -14,10 +14,11 @@ from chatd.errors import InvalidRequest
 from chatd.protocol import Message, Params
 from chatd.sessions.choices import Choices, params_of_choice, params_of_search
 from chatd.sessions.completion import Completion, CompletionRequest
-from chatd.sessions.conversation import Conversation, Node, Owner
+from chatd.sessions.conversation import Conversation, Owner
 from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.known_messages import KnownChain, KnownMessages
 from chatd.sessions.limits import SessionLimits
+from chatd.sessions.logs import Node
 from chatd.sessions.named_conversations import NamedConversations
 from chatd.sessions.session import Session
 from chatd.sessions.stats import SessionStats

@@ -19,11 +19,12 @@ from chatd.errors import InvalidRequest, RateLimited
 from chatd.journal.passages import passage
 from chatd.journal.records import Match, SessionRecord
 from chatd.protocol import Passage, SessionInfo, SessionList, SessionListed
-from chatd.sessions.conversation import Conversation, Node, Owner
+from chatd.sessions.conversation import Conversation, Owner
 from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.events import EventRing
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.loading import SessionLoader
+from chatd.sessions.logs import Node
 from chatd.sessions.model_profile import ModelProfile
 from chatd.sessions.owned import OwnedSessions
 from chatd.sessions.ports import Journal

@@ -12,7 +12,8 @@ from chatd.engine.sampling import SamplingParams
 from chatd.errors import DamagedRecord
 from chatd.journal.records import ID_TYPE, MessageRecord, SessionRecord
 from chatd.protocol import Role
-from chatd.sessions.conversation import Conversation, Node
+from chatd.sessions.conversation import Conversation
+from chatd.sessions.logs import Node
 
 if TYPE_CHECKING:
     from chatd.sessions.context_policy import Prompt

@@ -18,9 +18,9 @@ from chatd.engine.sampling import BeamSearch
 from chatd.errors import ChatdError
 from chatd.journal.records import ID_TYPE, MessageRecord
 from chatd.protocol import Logprob, Params, Timings, Usage
-from chatd.sessions.conversation import Node
 from chatd.sessions.deaths import DeathCount
 from chatd.sessions.detokenizer import Detokenizer
+from chatd.sessions.logs import Node
 from chatd.sessions.stop_strings import StopStrings
 
 if TYPE_CHECKING:

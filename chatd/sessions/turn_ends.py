@@ -27,8 +27,9 @@ from chatd.journal.records import (
     SaveSession,
 )
 from chatd.protocol import ItemStatus, Timings, Usage
-from chatd.sessions.conversation import Node, Owner
+from chatd.sessions.conversation import Owner
 from chatd.sessions.engine_requests import EngineRequests
+from chatd.sessions.logs import Node
 from chatd.sessions.model_profile import ModelProfile
 from chatd.sessions.ports import ChatEncoder
 from chatd.sessions.recorder import Recorder

@@ -18,9 +18,10 @@ from chatd.errors import ChatdError, Conflict, EngineError, RateLimited, Unavail
 from chatd.journal.records import Change, MessageRecord, SaveMessage
 from chatd.protocol import Message, Params
 from chatd.sessions.context_policy import ContextMaker, Prompt
-from chatd.sessions.conversation import Node, Owner
+from chatd.sessions.conversation import Owner
 from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.limits import SessionLimits
+from chatd.sessions.logs import Node
 from chatd.sessions.model_profile import ModelProfile, draw_seed
 from chatd.sessions.ports import ChatEncoder, Vocabulary
 from chatd.sessions.recorder import Recorder

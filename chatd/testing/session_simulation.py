@@ -27,7 +27,7 @@ from chatd.protocol import (
     SessionFork,
     UserMessage,
 )
-from chatd.sessions.conversation import Node, log_of
+from chatd.sessions.logs import Node, log_of
 from chatd.sessions.manager import Owner, Session, SessionLimits
 from chatd.sessions.ports import Journal
 from chatd.sessions.turn import Turn

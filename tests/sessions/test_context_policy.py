@@ -21,7 +21,7 @@ from chatd.protocol import (
     SessionUpdate,
     UserMessage,
 )
-from chatd.sessions.conversation import common_prefix, log_between, log_of
+from chatd.sessions.logs import common_prefix, log_between, log_of
 from chatd.sessions.manager import Owner, Session, SessionManager
 from chatd.testing.sessions import (
     ASSISTANT,

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from chatd.engine.sampling import SamplingParams
 from chatd.protocol import Item, Message, Siblings, Timings, Usage
-from chatd.sessions.conversation import (
-    Conversation,
+from chatd.sessions.conversation import Conversation
+from chatd.sessions.logs import (
     Node,
     common_length,
     common_prefix,

@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 from chatd.engine.messages import LeaseId
 from chatd.engine.sampling import SamplingParams
 from chatd.protocol import Message
-from chatd.sessions.conversation import Conversation, Node, Owner
+from chatd.sessions.conversation import Conversation, Owner
 from chatd.sessions.events import EventRing
 from chatd.sessions.known_messages import KnownMessages
+from chatd.sessions.logs import Node
 from chatd.sessions.session import Lease, Session
 
 OWNERS = (Owner("t", "a"), Owner("t", "b"))
