@@ -283,3 +283,27 @@ async def test_the_form_fits_any_terminal(daemon: ScriptedDaemon, make_app: Make
         await wait_until(lambda: form.region.contains_region(last.region) and last.region.area > 0)
         await pilot.press("tab", "shift+tab")
         assert last.has_focus
+
+
+async def test_what_others_wrote_is_shown_without_controls_and_is_no_markup(
+    daemon: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    hostile = "\x1b]0;owned\x07[bold red]\x9b2J\u202e[/nothing]"
+    app = make_app(daemon)
+    async with app.run_test(size=SIZE) as pilot:
+        await talk(app, pilot, wait_until)
+        session = daemon.sessions[app.link.session]
+        session.system, session.title, session.params = hostile, hostile, p.Params(stop=(hostile,), seed=3)
+        await type_line(pilot, "/pin")
+        await wait_until(lambda: app.link.info is not None and app.link.info.system == hostile)
+        form = await opened(app, pilot, wait_until)
+        await pilot.pause()
+        shown = "\n".join(strip.text for strip in app.screen._compositor.render_strips())
+        assert "␛]0;owned␇[bold red]" in shown
+        assert not any(ord(c) < 32 or 127 <= ord(c) < 160 or c == "\u202e" for c in shown.replace("\n", ""))
+        # Shown otherwise than it is, and still not changed.
+        assert form.changes == Changes()
+        put(form, "seed", "4")
+        await pilot.press("ctrl+s")
+        await wait_until(lambda: app.screen is app.chat)
+        assert (session.system, session.params.stop, session.params.seed) == (hostile, (hostile,), 4)
