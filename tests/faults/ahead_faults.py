@@ -173,12 +173,13 @@ AHEAD_FAULTS = (
         TEST_AHEAD + "a_suspect_is_never_in_flight_beside_others",
     ),
     fault(
-        "plans are made on though somebody waits for none to be in flight",
-        "who may take blocks from others never does, while they have work",
+        "a failed launch undoes the step before it",
+        "what that step computes is lost, and its blocks are freed while it writes to them",
         FLIGHTS,
-        " or (self.must_settle and bool(self._flights))",
-        "",
-        TEST_AHEAD + "nobody_gives_way_to_a_plan_that_is_made_ahead",
+        "        flight = self._flights.pop()\n",
+        "        flight = self._flights.pop(0)\n",
+        TEST_AHEAD + "a_launch_that_fails_costs_the_step_in_flight_nothing",
+        says="AssertionError|in flight",
     ),
     fault(
         "a step that was too large cuts nothing",
