@@ -135,7 +135,10 @@ def table(
     title_width = max(MIN_NAME, width - 2 - sum(column.width for column in chosen))
 
     def cell(column: Column[Row], text: str) -> str:
-        return text.rjust(column.width) if column.is_number else text.ljust(column.width)
+        # In cells: a daemon's word may be of wide characters.
+        fitted = Content(text).truncate(column.width)
+        blank = " " * (column.width - fitted.cell_length)
+        return f"{blank}{fitted.plain}" if column.is_number else f"{fitted.plain}{blank}"
 
     heads = "".join(cell(column, column.name if column.is_number else f" {column.name}") for column in chosen)
     lines = [Content.styled(f"  {name.ljust(title_width)}{heads}", "$muted")]
