@@ -56,6 +56,12 @@ def read(directory: Path, session: str) -> list[MessageRecord]:
     return messages
 
 
+@pytest.fixture(autouse=True)
+def own_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk tier of the test's own."""
+    monkeypatch.setenv("CHATD_ENGINE__DISK_DIRECTORY", str(tmp_path / "kv"))
+
+
 @pytest.fixture
 def journal(tmp_path: Path) -> Path:
     directory = tmp_path / "journal"

@@ -19,7 +19,7 @@ from chatd.config import Settings, disk_tier_directory, journal_directory, local
 from chatd.engine.client import EngineClient
 from chatd.engine.messages import Ready
 from chatd.engine.options import EngineOptions, TenantShare
-from chatd.errors import ConfigError, StartupError
+from chatd.errors import ConfigError, EnvironmentProblem, StartupError
 from chatd.journal.journal import Journal
 from chatd.server.daemon import Daemon
 from chatd.server.logging import get_logger
@@ -217,8 +217,12 @@ async def open_journal(settings: Settings, now: float, *, notes_crashes: bool = 
         expired = []
         if days or default_days is not None:
             names = await journal.expired(now, days, default_days)
-            # No engine has the disk tier yet; the one that comes finds blocks of what sessions have only.
-            await remove_stored_blocks(journal, disk_tier_directory(settings), names)
+            try:
+                # No engine has the disk tier yet; the one that comes finds blocks of what sessions have only.
+                await remove_stored_blocks(journal, disk_tier_directory(settings), names)
+            except EnvironmentProblem as error:
+                # Another daemon's, where this one has none; where it has one, its engine says so and does not start.
+                logger.warning("journal.blocks_left", why=error.message)
             expired = await journal.expire(now, days, default_days)
     except BaseException:
         await journal.close()

@@ -7,6 +7,7 @@ import pytest
 from chatd.config import Settings
 from chatd.errors import ConfigError
 from chatd.journal.records import SaveSession
+from chatd.kvcache.block_directory import BlockDirectory
 from chatd.server.backend import load_encoder, open_journal, public_prompts, retention_of, session_limits
 from chatd.sessions.manager import PublicPrompt
 from chatd.testing.journal_records import make_session
@@ -70,6 +71,7 @@ def test_a_prompt_as_large_as_is_allowed_is_taken(tmp_path: Path) -> None:
 async def test_a_journal_is_opened_without_what_is_kept_no_longer(tmp_path: Path) -> None:
     settings = Settings(
         journal={"directory": tmp_path / "journal", "retention_days": 3},
+        engine={"disk_directory": tmp_path / "kv"},
         tenants={"lab": {"retention_days": 30}, "acme": {"weight": 2}},
     )
     assert retention_of(settings) == ({"lab": 30.0}, 3.0)
@@ -82,3 +84,17 @@ async def test_a_journal_is_opened_without_what_is_kept_no_longer(tmp_path: Path
     journal = await open_journal(settings, 86400.0 * 10)
     assert sorted(session.id for session in await journal.sessions()) == ["acme-new", "lab-new", "lab-old"]
     await journal.close()
+
+
+async def test_a_disk_tier_that_another_daemon_has_keeps_none_from_starting(tmp_path: Path) -> None:
+    settings = Settings(
+        journal={"directory": tmp_path / "journal", "retention_days": 3}, engine={"disk_directory": tmp_path / "kv"}
+    )
+    journal = await open_journal(settings, 0.0)
+    await journal.commit([SaveSession(make_session("old", updated_at=0.0))])
+    await journal.close()
+    others = BlockDirectory(tmp_path / "kv")
+    journal = await open_journal(settings, 86400.0 * 10)
+    assert await journal.sessions() == []
+    await journal.close()
+    others.close()

@@ -65,7 +65,11 @@ async def running(tmp_path: Path, log: io.StringIO) -> AsyncIterator[Running]:
         for user, tenant in (("ann", "acme"), ("bob", "acme"), ("eve", "beta"))
     }
     journal = tmp_path / "journal"
-    settings = Settings(server={"port": 0, "keys_file": path}, journal={"directory": journal})
+    settings = Settings(
+        server={"port": 0, "keys_file": path},
+        journal={"directory": journal},
+        engine={"disk_directory": tmp_path / "kv"},
+    )
     opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
     serving = asyncio.create_task(
