@@ -125,17 +125,17 @@ class Terminal:
         """Give the terminal another size."""
         self._tmux.run("resize-window", "-t", self._name, "-x", str(columns), "-y", str(rows))
 
-    def wait_for(self, *patterns: str, timeout_s: float = 30.0) -> str:
+    def wait_for(self, *patterns: str, timeout_s: float = 60.0) -> str:
         """Wait until every pattern is found on one screen, and return that screen."""
         return self.wait_until(
             lambda screen: all(re.search(pattern, screen) for pattern in patterns), f"{patterns}", timeout_s
         )
 
-    def wait_until_gone(self, pattern: str, timeout_s: float = 30.0) -> str:
+    def wait_until_gone(self, pattern: str, timeout_s: float = 60.0) -> str:
         """Wait until a pattern is not found on the screen any more, and return that screen."""
         return self.wait_until(lambda screen: re.search(pattern, screen) is None, f"no {pattern!r}", timeout_s)
 
-    def wait_until(self, holds: Callable[[str], object], what: str, timeout_s: float = 30.0) -> str:
+    def wait_until(self, holds: Callable[[str], object], what: str, timeout_s: float = 60.0) -> str:
         """Wait until a screen is as it should be, and return it."""
         deadline = time.monotonic() + timeout_s
         while True:
