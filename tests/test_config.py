@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from chatd.client import Client
 from chatd.config import (
     ClientDefaults,
     Settings,
@@ -16,6 +17,7 @@ from chatd.config import (
     private_settings,
 )
 from chatd.errors import ConfigError, InvalidRequest
+from chatd.operator_client import OperatorClient
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
 
@@ -183,6 +185,18 @@ def test_no_key_is_sent_over_the_network_in_the_clear() -> None:
         check_key_transport(url, None)
     for url in ("https://box", "wss://box", "http://localhost:8790", "127.0.0.1:8790"):
         check_key_transport(url, "ck_mine")
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\nX-Other: 1", " x", "\0", "€", "\ud800"])
+def test_a_key_that_no_header_can_carry_is_refused_before_anything_quotes_it(end: str) -> None:
+    for take in (
+        lambda key: check_key_transport("http://localhost:1", key),
+        lambda key: OperatorClient("http://localhost:1", key),
+        lambda key: Client("http://box:1", key=key, allow_plaintext=True),
+    ):
+        with pytest.raises(InvalidRequest, match="character that no key has") as refused:
+            take(f"ck_mine{end}")
+        assert "ck_mine" not in str(refused.value)
 
 
 def test_keys_in_the_users_folder_are_used_where_no_file_is_named(home: Path) -> None:

@@ -27,7 +27,7 @@ from chatd.client.pool import PoolReader, PoolState, apply_frame, combined
 from chatd.client.session import Session
 from chatd.client.state import ConnectionPhase, ConnectionState
 from chatd.client.waiting import Waiting, WaitingCommands
-from chatd.config import check_key_transport
+from chatd.config import check_key, check_key_transport
 from chatd.errors import ChatdError, EngineError, InvalidRequest, NotFound, Unavailable
 from chatd.protocol import (
     SUBPROTOCOL,
@@ -86,6 +86,7 @@ class Connection:
         allow_plaintext: bool = False,
     ) -> None:
         self.url = websocket_url(url)
+        check_key(key)
         if not allow_plaintext:
             check_key_transport(self.url, key)
         self._key = key

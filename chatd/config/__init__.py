@@ -15,7 +15,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from chatd.config.addresses import DEFAULT_PORT, is_loopback, local_url, proxy_networks
-from chatd.config.connecting import ClientDefaults, check_key_transport, client_defaults, input_history_path, theme_name
+from chatd.config.connecting import (
+    ClientDefaults,
+    check_key,
+    check_key_transport,
+    client_defaults,
+    input_history_path,
+    theme_name,
+)
 from chatd.config.folders import (
     cache_dir,
     config_dir,
@@ -71,6 +78,7 @@ __all__ = [
     "Settings",
     "TenantSettings",
     "cache_dir",
+    "check_key",
     "check_key_transport",
     "child_environment",
     "chosen_servers",

@@ -49,12 +49,28 @@ def theme_name() -> str | None:
     return os.environ.get("CHATD_THEME") or None
 
 
-def check_key_transport(url: str, key: str | None) -> None:
-    """Refuse to send a key over the network in the clear.
+def check_key(key: str | None) -> None:
+    """Refuse what no header can carry, before anything that says so quotes the key.
 
     Raises:
-        InvalidRequest: The address is another machine's and is not encrypted.
+        InvalidRequest: A blank, a line's end or another character that no key has is in it.
     """
+    if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
+        raise InvalidRequest(
+            "the key has a character that no key has: a blank, the end of a line, or one that is not ASCII",
+            code="invalid_key",
+            param="key",
+            hint="copy it again as `chatd keys create` showed it",
+        )
+
+
+def check_key_transport(url: str, key: str | None) -> None:
+    """Refuse to send a key over the network in the clear, or one that is none.
+
+    Raises:
+        InvalidRequest: The address is another machine's and is not encrypted; or as `check_key`.
+    """
+    check_key(key)
     encrypted = url.lower().startswith(("https://", "wss://"))
     if key is not None and not encrypted and not is_loopback(host_of(url)):
         raise InvalidRequest(
