@@ -165,3 +165,21 @@ def test_the_key_of_one_server_is_refused_over_plain_http_as_of_any() -> None:
     assert server.read_key() == os.environ["PATH"]
     with pytest.raises(InvalidRequest, match="not encrypted"):
         check_key_transport(server.url, server.read_key())
+
+
+@pytest.mark.parametrize("name", ["a\\u0000b", "~nobody-of-this-name/key", "pipe", "folder", "long", "umlaut"])
+def test_what_cannot_be_a_key_is_said_at_once_and_in_one_line(folder: Path, name: str) -> None:
+    os.mkfifo(folder / "pipe", 0o600)
+    (folder / "folder").mkdir()
+    private(folder / "long", "k" * 5000)
+    private(folder / "umlaut", "ck_ü")
+    servers_path().write_text(f'[servers.box]\nurl = "https://box"\nkey_file = "{name}"\n')
+    (server,) = read_servers()
+    with pytest.raises(ConfigError, match="key in"):
+        server.read_key()
+
+
+def test_a_file_that_is_nested_too_deeply_is_refused() -> None:
+    servers_path().write_text("servers = " + "[" * 20_000)
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        read_servers()

@@ -22,6 +22,7 @@ from chatd.errors import ConfigError, InvalidRequest
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _FIELDS = ("url", "key_env", "key_file")
+MAX_KEY_CHARS = 4096
 
 
 def _no_key() -> str | None:
@@ -73,6 +74,8 @@ def read_servers(path: Path | None = None) -> list[Server]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply") from None
     for name in raw:
         if name != "servers":
             raise ConfigError(f"{path}: {name!r} is not known, a daemon is a table such as [servers.box]", param=name)
@@ -163,7 +166,7 @@ def _key_reader(path: Path, where: str, table: Mapping[str, str]) -> Callable[[]
     if "key_env" in table:
         return lambda: _key_of_variable(table["key_env"], where)
     if "key_file" in table:
-        return lambda: _key_of_file(path.parent / Path(table["key_file"]).expanduser())
+        return lambda: _key_of_file(path.parent, table["key_file"])
     return _local_key_reader(table["url"])
 
 
@@ -178,17 +181,27 @@ def _key_of_variable(variable: str, where: str) -> str:
     return key
 
 
-def _key_of_file(path: Path) -> str:
+def _key_of_file(folder: Path, name: str) -> str:
     """Return the key in a file that only its owner can read."""
+    path = folder / name
     try:
-        with path.open() as file:
-            mode = os.fstat(file.fileno()).st_mode
-            if stat.S_IMODE(mode) & 0o077:
+        path = folder / Path(name).expanduser()
+        # A pipe would be waited for as long as nobody writes into it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, encoding="ascii") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"the key in {path} cannot be read: it is no file")
+            if stat.S_IMODE(status.st_mode) & 0o077:
                 raise ConfigError(f"others can read the key in {path}", hint=f"chmod 600 {path}")
-            key = file.read(4096).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"the key in {path} cannot be read: {reason}") from None
-    if not key.isascii() or not key.isprintable() or " " in key or not key:
+            key = file.read(MAX_KEY_CHARS + 1).strip()
+    except OSError as error:
+        raise ConfigError(f"the key in {path} cannot be read: {error.strerror}") from None
+    except RuntimeError:
+        raise ConfigError(f"the key in {path} cannot be read: there is no such home") from None
+    except ValueError:
+        # No text, or a zero in the name.
+        raise ConfigError(f"there is no key in {path}") from None
+    if not key or len(key) > MAX_KEY_CHARS or not key.isprintable() or " " in key:
         raise ConfigError(f"there is no key in {path}")
     return key

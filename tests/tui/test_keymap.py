@@ -203,3 +203,8 @@ async def test_esc_leaves_what_is_open_and_stops_nothing_where_another_key_does(
             assert app.chat.status.text != "stopping"
             await pilot.press("ctrl+x")
             await wait_until(lambda: not app.conversation.busy)
+
+
+def test_a_file_that_is_nested_too_deeply_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        read_keymap("keys = " + "[" * 20_000)

@@ -75,6 +75,8 @@ def read_keymap(text: str, name: str = "keymap.toml") -> Keymap:
         where = _TOML_LINE.search(str(error))
         line = where.group(1) if where else len(text.splitlines())
         raise ConfigError(f"{name}:{line}: {_TOML_LINE.sub('', str(error))}", param="keymap") from None
+    except RecursionError:
+        raise ConfigError(f"{name} is nested too deeply", param="keymap") from None
     reading = _Reading(text)
     keymap = reading.read(tables)
     if reading.mistakes:
