@@ -26,6 +26,7 @@ from chatd.protocol import (
 )
 from chatd_tui import messages, status_text
 from chatd_tui.conversation import Conversation
+from chatd_tui.fault_report import FaultReport
 from chatd_tui.keymap import Keymap
 from chatd_tui.link import DaemonLink
 from chatd_tui.screens.chat import ChatScreen
@@ -40,7 +41,7 @@ LIST_S = 5.0
 """How old the list of conversations may be while one sees it."""
 
 
-class NewsApp(App[None], inherit_bindings=False):
+class NewsApp(FaultReport, App[None], inherit_bindings=False):
     """Connects to daemons and draws what they say.
 
     Args:

@@ -12,6 +12,7 @@ from chatd.client import ConnectionPhase
 from chatd.config import Server
 from chatd.errors import ChatdError
 from chatd_tui import messages
+from chatd_tui.fault_report import FaultReport
 from chatd_tui.link import DaemonLink
 from chatd_tui.screens.pool import KEYS as PAGE_KEYS
 from chatd_tui.screens.pool import PoolScreen
@@ -22,7 +23,7 @@ from chatd_tui.theme import CHATD
 KEYS = (("Esc", "quit"), *(key for key in PAGE_KEYS if key[0] not in ("F1", "^Q")))
 
 
-class PoolApp(App[ChatdError | None]):
+class PoolApp(FaultReport, App[ChatdError | None]):
     """Shows one daemon's pool until the person quits; returns why, where the daemon refused.
 
     Args:
