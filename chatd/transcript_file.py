@@ -19,6 +19,11 @@ NAMES = {"user": "You", "assistant": "Assistant", "system": "System"}
 UNTITLED = "Conversation"
 # Fences at the very beginning of a line alone: nothing but their own end, or the quote's, ends those.
 _FENCE = re.compile(r"(`{3,})(?=[^`]*\Z)|(~{3,})")
+# Any other may be one or not, by what it is in: a list, a quote, a definition.
+_DOUBTFUL_FENCE = re.compile(r"((?:[ \t>:+*#()\d.-]|[A-Za-z](?=[.)]))+)((`{3,})(?=[^`]*\Z)|(~{3,}))")
+_INDENTED_MARKS = re.compile(r"\A[ \t]+(?=```|~~~)")
+_BLANKS = " \t"
+"""All that a line without anything has; to Markdown other white space is text."""
 _RUN = re.compile(r"`+")
 _TAG = re.compile(r"<(?=[A-Za-z/!?])")
 _STYLE = (
@@ -72,16 +77,21 @@ def _contained(text: str) -> Iterator[str]:
     Code is taken for such only where every reader of Markdown does: fences at the beginning of a line, and spans whose
     marks are all on one line, none of them open before it. Anything else is escaped, and in code that is seen.
     """
-    fence, is_certain, is_begun = "", True, False
-    for line in text.split("\n"):
+    fence, doubtful, is_certain, is_begun = "", _Doubtful(), True, False
+    for unaligned in text.split("\n"):
+        # The quote's own mark moves what a tab before a fence comes to.
+        line = _INDENTED_MARKS.sub(lambda indent: indent.group().expandtabs(4), unaligned, count=1)
         if fence:
             if re.fullmatch(rf" {{0,3}}{fence[0]}{{{len(fence)},}}[ \t]*", line):
                 fence, is_certain, is_begun = "", True, False
             yield line
+        elif doubtful.may_have(line):
+            is_certain = False
+            yield _outside_code(line)
         elif opening := _FENCE.match(line):
             fence = opening.group()
             yield line
-        elif not line.strip():
+        elif not line.strip(_BLANKS):
             is_certain, is_begun = True, False
             yield line
         else:
@@ -95,6 +105,33 @@ def _contained(text: str) -> Iterator[str]:
             is_certain = parts is not None
             parts = [line] if parts is None else parts
             yield "".join(part if number % 2 else _outside_code(part) for number, part in enumerate(parts))
+
+
+class _Doubtful:
+    """Where a fence may be open, or not, by what it is in; it is sure to be over where its indentation ends it."""
+
+    def __init__(self) -> None:
+        self._indent = self._marks = ""
+        self._is_lost = False
+
+    def may_have(self, line: str) -> bool:
+        """Take the next line outside of fences that are certain; return whether it may be in one, or at its ends."""
+        if self._is_lost:
+            return True
+        if not self._marks:
+            opening = _DOUBTFUL_FENCE.match(line)
+            if opening is not None:
+                self._indent, self._marks = opening.group(1), opening.group(2)
+                # What is in a list's or a quote's first line may end with that.
+                self._is_lost = bool(self._indent.strip(" "))
+            return opening is not None
+        end = rf"{self._marks[0]}{{{len(self._marks)},}}[ \t]*"
+        if re.fullmatch(self._indent + end, line):
+            self._marks = ""
+        elif line.strip(_BLANKS):
+            # Other readers may see its end here: then what follows is no code to them, and what looks like it is not.
+            self._is_lost = not line.startswith(self._indent) or bool(re.fullmatch(rf"[ \t]*{end}", line))
+        return True
 
 
 def _spans(line: str) -> list[str] | None:

@@ -40,6 +40,13 @@ HOSTILE = [
     "[a\n```]:```",
     "[a](\n`)<h2>x</h2>`",
     "<?php ?><![CDATA[x]]><!DOCTYPE html>",
+    "   ```\nx\n```\n<h2>x</h2>",
+    "\t```\nx\n```\n<h2>x</h2>",
+    "```\n\t```\n<h2>x</h2>",
+    "`\n\u00a0\n`<h2>`",
+    "- a\n\n  ```\nb\n  ```\n```\n<h2>x</h2>",
+    "  ```\n  x\n    ```\n  ```\n```\n<h2>x</h2>",
+    "> > ```\n> x\n> > ```\n```\n<h2>x</h2>",
 ]
 
 
@@ -81,6 +88,7 @@ PIECES = [
     "> ",
     "|",
 ]
+PIECES += ["\u00a0", "   ```", "\t~~~", "\n```\n<b>", "\n  ~~~\n", "- ```\n"]
 PIECES += ["\\", "# ", "1. ", "x", "/url", "===", "---", "\t", "'", "&lt;", "<", ">", "![", "](", ")", "<x `", "[a]("]
 
 
@@ -92,6 +100,12 @@ def test_no_mix_of_marks_gets_out_of_its_quote(text: str) -> None:
 
 def test_what_is_harmless_stays_as_it_was_said() -> None:
     said = "Use `<div>` and ``a ` <b>``:\n\n```html\n<p>[x]: y</p>\n```\n\n1 < 2 and **bold** [link](https://a.b)"
+    quoted = "\n".join(f"> {line}" if line else ">" for line in said.split("\n"))
+    assert as_markdown("T", [("assistant", said)]) == f"# T\n\n## Assistant\n\n{quoted}\n"
+
+
+def test_code_after_code_in_a_list_stays_as_it_was_said() -> None:
+    said = "1. first\n\n   ```sh\n   x > y\n\n   ```\n\nthen `<b>`:\n\n```\n<p>\n```"
     quoted = "\n".join(f"> {line}" if line else ">" for line in said.split("\n"))
     assert as_markdown("T", [("assistant", said)]) == f"# T\n\n## Assistant\n\n{quoted}\n"
 
