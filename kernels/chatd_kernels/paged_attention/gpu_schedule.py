@@ -93,8 +93,8 @@ def tile_shapes(
     if is_deterministic:
         return TileShapes(replace(prefill, tokens=tokens), prefill, SEGMENT)
     small = max(_SMALL_MATRIX, next_power_of_2(group))
-    # With codes of small heads the third stage costs a register that is spilled, for one more program beside it.
-    stages = _STAGES - 1 if layout.is_quantized and layout.head_dim <= 64 else _STAGES
+    # With FP8 and small heads the third stage costs a register that is spilled, for one more program beside it.
+    stages = _STAGES - 1 if layout.dtype == torch.float8_e4m3fn and layout.head_dim <= 64 else _STAGES
     return TileShapes(TileShape(small, positions, 4, stages, tokens), prefill, 0)
 
 
