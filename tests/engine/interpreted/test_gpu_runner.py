@@ -92,7 +92,11 @@ def test_blocks_are_stored_before_they_are_copied_over_and_loaded_before_they_ar
     requests.tables[1] = [full, partial]
     requests.runner.execute(Plan(0, (), (), 16, loads=[BlockMove(full, 2), BlockMove(between, 0)]))
     chunk = requests.chunk(1, len(requests.ids[1]))
-    requests.keep(requests.runner.execute(Plan(0, (chunk,), [BlockCopy(between, partial)], 16)))
+    # What the copy overwrites is stored by the same plan.
+    requests.cache.data[partial] = 7.0
+    stores = [BlockMove(partial, 3)]
+    requests.keep(requests.runner.execute(Plan(0, (chunk,), [BlockCopy(between, partial)], 16, stores)))
+    assert torch.equal(buffers[0].slots[3], torch.full_like(buffers[0].slots[3], 7.0))
     requests.decode(1)
     assert has_answered(requests, answers, r1=3)
 

@@ -147,8 +147,11 @@ def test_a_step_that_was_discarded_is_drawn_again() -> None:
 def test_other_parameters_under_the_same_name_are_other_parameters() -> None:
     device = make_sampler(2)
     logits = logits_of(1, 5)
-    for params in (*PARAMS, *reversed(PARAMS)):
-        specs = Answers([params]).specs([0])
+    for position, params in enumerate((*PARAMS, *reversed(PARAMS))):
+        # It comes at the very position at which its slot is.
+        answers = Answers([params])
+        answers.ids[0] = [3] * position
+        specs = answers.specs([0])
         check_like(device.sample(logits, specs).result(), Sampler().sample(logits, specs))
 
 
