@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
 
 from chatd.clean import clean, clean_line
@@ -177,6 +178,10 @@ class ChatApp(NewsApp, inherit_bindings=False):
             self.screen.dismiss()
         else:
             await self.run_command(command)
+
+    def pop_screen(self) -> AwaitComplete:
+        """Close what lies over the conversation; never the conversation, whatever is told to close twice."""
+        return AwaitComplete() if self.screen is self.chat else super().pop_screen()
 
     async def action_leave(self) -> None:
         """Leave what is open or selected; where nothing is, stop the answer."""

@@ -11,13 +11,13 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
-from textual.screen import ModalScreen, Screen
 from textual.widgets import Checkbox, Input, Static, TextArea
 
 from chatd.clean import clean, clean_line
 from chatd.errors import ChatdError
 from chatd.protocol import Params
 from chatd_tui.form_fields import FIELDS, Changes, Field, FormView, changes, mistakes, text_of
+from chatd_tui.screens.page import Dialog, Page
 from chatd_tui.views import short_number
 from chatd_tui.widgets.key_line import KeyLine
 
@@ -85,7 +85,7 @@ class Choice(Checkbox):
         super().watch_value()
 
 
-class LeaveScreen(ModalScreen[Literal["save", "drop"] | None]):
+class LeaveScreen(Dialog[Literal["save", "drop"] | None]):
     """Asks what becomes of changes that are not saved."""
 
     DEFAULT_CSS = """
@@ -115,7 +115,7 @@ class LeaveScreen(ModalScreen[Literal["save", "drop"] | None]):
         self.dismiss(answer)
 
 
-class FormScreen(Screen[None]):
+class FormScreen(Page[None]):
     """Edits a conversation's settings; nothing is changed before it is saved.
 
     Args:

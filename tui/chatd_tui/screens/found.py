@@ -10,16 +10,16 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
+from chatd_tui.screens.page import Dialog
 from chatd_tui.views import FoundRow
 
 WIDTH = 68
 
 
-class FoundScreen(ModalScreen[FoundRow | None]):
+class FoundScreen(Dialog[FoundRow | None]):
     """Lists conversations and where the text is in them; Enter gives the chosen one, Escape none.
 
     Args:
