@@ -224,3 +224,14 @@ def test_a_cell_without_facts_says_why_and_a_free_one_that_nothing_is_in_it() ->
     large = p.PoolInspected(cell=0, blocks_per_cell=100, blocks=[], left_out=36)
     assert "36 more" in cell_text(CellView(0, 100, (0, 100, 0, 0), large), 16, 80).plain
     assert cell_at([(1, 0, 0, 0)], 5) == (0, 0, 0, 0)
+
+
+def test_a_narrow_cell_leaves_out_hits_and_ages_so_that_its_owners_can_be_read() -> None:
+    holder = p.CellHolder(session="ses_1", title="Capitals of Europe", own=True, tenant="local", tokens=16)
+    facts = p.PoolInspected(cell=1, blocks_per_cell=1, blocks=[block(block=1, place=2, holders=[holder])])
+    view = CellView(1, 1, (0, 0, 1, 0), facts)
+    for width, left_out in ((72, ()), (71, ("last hit",)), (60, ("last hit",)), (52, ("last hit", "age"))):
+        _, head, line = cell_text(view, 16, width).plain.split("\n")
+        assert [name for name in ("last hit", "age") if name not in head] == list(left_out)
+        assert len(line) <= width
+        assert line[head.index("of") :].startswith("Capitals")

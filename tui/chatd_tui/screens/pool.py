@@ -10,7 +10,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
-from textual.screen import Screen
 from textual.widgets import Static
 
 from chatd.clean import clean_line
@@ -19,6 +18,7 @@ from chatd.errors import ChatdError
 from chatd.protocol import PoolInspected
 from chatd_tui.cell_look import CellLook, Inspect
 from chatd_tui.pool_moments import PoolPlayer
+from chatd_tui.screens.page import Page
 from chatd_tui.widgets.key_line import KeyLine
 from chatd_tui.widgets.pool_cell import ASKING, LIVE_ONLY, NOT_TOLD, CellView, cell_at, cell_text
 from chatd_tui.widgets.pool_map import PoolMap, cells_for, legend
@@ -39,7 +39,7 @@ WIDE = 100
 LOOK_AGAIN_S = 1.0
 
 
-class PoolScreen(Screen[None]):
+class PoolScreen(Page[None]):
     """Draws `PoolState`s.
 
     Args:
@@ -67,7 +67,7 @@ class PoolScreen(Screen[None]):
         & #tenants { margin: 1 0 0 0; }
         & #cell-panel {
             height: auto; max-height: 9; display: none; margin: 0 1; padding: 0 1;
-            border: round $accent; border-title-color: $accent; scrollbar-size-vertical: 1;
+            border: round $accent; border-title-color: $accent; scrollbar-size-vertical: 1; scrollbar-gutter: stable;
         }
         & #cell { height: auto; }
         &.-cell #cell-panel { display: block; }
@@ -77,7 +77,8 @@ class PoolScreen(Screen[None]):
         &.-wide PoolSparks { height: 7; }
         &.-narrow PoolSparks #minute { display: none; }
         &.-low #legend, &.-low KeyLine { display: none; }
-        &.-cell.-narrow #side { display: none; }
+        &.-cell.-narrow #side, &.-cell.-short #legend { display: none; }
+        &.-cell.-short #cell-panel { max-height: 7; }
         &.-nomap #map-panel, &.-nomap #legend { display: none; }
     }
     """
@@ -149,6 +150,7 @@ class PoolScreen(Screen[None]):
         """Arrange for another size, and ask for as many cells as fit now."""
         self.set_class(event.size.width >= WIDE, "-wide")
         self.set_class(event.size.width < WIDE, "-narrow")
+        self.set_class(event.size.height < 24, "-short")
         self.set_class(event.size.height < 18, "-low")
         self.call_after_refresh(self._ask)
 
@@ -222,7 +224,6 @@ class PoolScreen(Screen[None]):
             self.query_one("#head", Static).update(Content.assemble(("The pool", "bold")))
             return
         totals = moment.state.totals
-        head = f"The pool   {totals.blocks} blocks of {self._block_size} tokens   "
         if self.player.is_paused:
             after = Content.assemble((self.player.words(), "bold reverse"))
         elif self._connection:
@@ -230,10 +231,11 @@ class PoolScreen(Screen[None]):
         else:
             running = f"   {totals.running} running, {totals.waiting} waiting"
             after = Content.assemble((f"step {moment.state.step}", "bold"), (running, "$muted"))
-        line = Content.assemble((head, "bold"), after)
-        if line.cell_length > self.query_one("#head").content_size.width:
-            line = Content.assemble((f"The pool   {totals.blocks} blocks   ", "bold"), after)
-        self.query_one("#head", Static).update(line)
+        room = self.query_one("#head").content_size.width - after.cell_length
+        blocks = f"The pool   {totals.blocks} blocks"
+        heads = (f"{blocks} of {self._block_size} tokens   ", f"{blocks}   ", "The pool   ")
+        head = next((head for head in heads if len(head) <= room), "")
+        self.query_one("#head", Static).update(Content.assemble((head, "bold"), after))
 
     def _draw_sparks(self) -> None:
         moment = self.player.shown
@@ -292,7 +294,7 @@ class PoolScreen(Screen[None]):
         view = CellView(cell, cells.blocks_per_cell, cell_at(cells.counts, cell), facts, self._note)
         panel = self.query_one("#cell-panel")
         panel.border_title = view.title
-        width = max(40, panel.content_size.width)
+        width = max(40, panel.scrollable_content_region.width)
         self.query_one("#cell", Static).update(cell_text(view, self._block_size, width))
 
     def on_pool_map_pointed(self) -> None:

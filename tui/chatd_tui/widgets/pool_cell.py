@@ -59,7 +59,7 @@ def cell_text(view: CellView, block_size: int, width: int) -> Content:
         lines.append(Content.styled(clean_line(view.note, 200), "$muted"))
         return Content("\n").join(lines)
     if facts.blocks:
-        lines.append(Content.styled(_HEAD, "$muted"))
+        lines.append(Content.styled(_head(width), "$muted"))
         lines += [block_line(block, block_size, width) for block in facts.blocks]
     elif not facts.left_out:
         is_free = not any(view.counts[1:])
@@ -69,7 +69,15 @@ def cell_text(view: CellView, block_size: int, width: int) -> Content:
     return Content("\n").join(lines)
 
 
-_HEAD = "  block  state   refs  tokens            age  last hit  of"
+WITH_HIT = 72
+WITH_AGE = 60
+"""Below that many columns a block's last hit, and below these its age, are left out, so that its owner can be read."""
+
+
+def _head(width: int) -> str:
+    age = f"{'age':>7}" if width >= WITH_AGE else ""
+    hit = f"{'last hit':>10}" if width >= WITH_HIT else ""
+    return f"  block  state   refs  {'tokens':<14}{age}{hit}  of"
 
 
 def block_line(block: CellBlock, block_size: int, width: int) -> Content:
@@ -80,12 +88,13 @@ def block_line(block: CellBlock, block_size: int, width: int) -> Content:
     else:
         first = block.place * block_size
         tokens = f"{first}–{first + max(1, block.tokens) - 1} ({block.tokens})"
+    age = f"{short_time(block.age_s):>7}" if width >= WITH_AGE else ""
     hit = "never" if block.hit_age_s is None else f"{short_time(block.hit_age_s)} ago"
+    hit = f"{hit:>10}" if width >= WITH_HIT else ""
     owner = owner_words(block)
     line = Content.assemble(
         (GLYPHS[state], f"${VARIABLES[state]}"),
-        f"{block.block:>6}  {clean_line(block.state, 6):<6}{block.references:>6}  {tokens:<14}"
-        f"{short_time(block.age_s):>7}{hit:>10}  ",
+        f"{block.block:>6}  {clean_line(block.state, 6):<6}{block.references:>6}  {tokens:<14}{age}{hit}  ",
     )
     room = max(8, width - line.cell_length)
     return Content.assemble(line, Content(owner).truncate(room, ellipsis=True))
