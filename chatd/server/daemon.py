@@ -193,8 +193,9 @@ class Daemon:
         if self._manager is None:
             phase, progress = self._loading
             raise Unavailable(
-                f"the daemon is loading: {self._failed or phase} {progress:.0%} (GET /ready)",
+                f"the daemon is loading: {self._failed or phase} {progress:.0%}",
                 code="loading",
+                hint="GET /ready tells how far it is",
                 retry_after_ms=LOADING_RETRY_MS,
             )
 

@@ -61,11 +61,14 @@ async def test_a_wrong_key_says_how_to_give_one_and_another_one_is_used_at_once(
 
 async def test_a_daemon_that_loads_is_said_to(tmp_path: Path, wait_until) -> None:
     async with ScriptedDaemon() as daemon:
-        body = b'{"error": {"type": "server_error", "code": "loading", "message": "the model is loading"}}'
+        body = (
+            b'{"error": {"type": "server_error", "code": "loading", "message": "the daemon is loading: weights 42%"}}'
+        )
         daemon.refuse = (HTTPStatus.SERVICE_UNAVAILABLE, body)
         app = ChatApp(daemon.url, copies=tmp_path)
         async with app.run_test(size=SIZE):
             await wait_until(lambda: "loads its model" in page(app))
+            assert "the daemon is loading: weights 42%" in page(app)
             daemon.refuse = None
             await wait_until(lambda: app.link.retry_now() or "anything" in page(app))
 

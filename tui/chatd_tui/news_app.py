@@ -191,13 +191,18 @@ class NewsApp(FaultReport, App[None], inherit_bindings=False):
 
     def draw_connection(self, state: ConnectionState) -> None:
         """Show where the connection on the screen stands, and what that leaves to be done."""
+        was_refused = self.chat.title_bar.view.phase == ConnectionPhase.CLOSED.value
         self.draw_title(state)
         self.chat.transcript.update_welcome(self.daemons.shown.welcome())
         hello = self.daemons.shown.hello
         self.chat.composer.max_bytes = hello.limits.frame_bytes if hello is not None else MAX_FRAME_BYTES
         if state.phase is ConnectionPhase.CLOSED and state.error is not None:
             self.show_error(state.error)
-        elif state.phase is ConnectionPhase.CONNECTED and self.chat.status.kind in ("error", "warning"):
+        elif (was_refused or state.phase is ConnectionPhase.CONNECTED) and self.chat.status.kind in (
+            "error",
+            "warning",
+        ):
+            # What was said of a key is untrue as soon as another one is tried.
             self.chat.status = StatusView()
 
     def draw_sessions(self) -> None:

@@ -40,7 +40,8 @@ def obstacle(state: ConnectionState, url: str) -> Obstacle | None:
         return None
     where = clean_line(url, 80)
     if error.error_code == "loading":
-        return Obstacle(f"The daemon at {where} loads its model.", outlook="This goes on as soon as it is ready.")
+        how_far = (("", clean_line(error.message, 200)),)
+        return Obstacle(f"The daemon at {where} loads its model.", how_far, "This goes on as soon as it is ready.")
     if isinstance(error, AuthenticationError):
         keys = (
             (f"CHATD_KEY=ck_… chatd-tui {where}", "gives it one"),
