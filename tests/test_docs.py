@@ -22,7 +22,7 @@ from chatd.server.app import ROUTES
 from chatd.server.websocket import CAPS
 from chatd_tui.command_table import COMMANDS
 from chatd_tui.keymap import DEFAULT
-from chatd_tui.screens.help import KEYS
+from chatd_tui.screens.help import KEYS, POOL_KEYS
 from chatd_tui.widgets.pool_map import GLYPHS
 
 ROOT = Path(__file__).parent.parent
@@ -203,7 +203,11 @@ def test_the_keys_and_marks_of_the_terminal_are_all_named() -> None:
     for names, _ in KEYS:
         for name in re.split(r", (?:or )?", names):
             assert name.replace("\\", "`\\`") in text, name
-    assert column(section("terminal", "## The pool page"), "cell") == {*GLYPHS.values()}
+    pool_page = section("terminal", "## The pool page")
+    for names, _ in POOL_KEYS:
+        for name in re.split(r",? (?:or|and) |, ", names):
+            assert name in pool_page, name
+    assert column(pool_page, "cell") == {*GLYPHS.values()}
     assert {name for name in column(PAGES["terminal"], "variable") if name.startswith("CHATD_")} <= CLIENT_VARIABLES
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,7 +12,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from chatd.clean import clean_line
@@ -19,6 +19,7 @@ from chatd.config import keymap_path
 from chatd_tui.command_table import COMMANDS
 from chatd_tui.commands import Context
 from chatd_tui.keymap import Keymap
+from chatd_tui.screens.page import Dialog
 
 KEYS = (
     ("Enter", "send"),
@@ -34,6 +35,15 @@ KEYS = (
     ("Ctrl+C", "copy the selected text; twice: quit"),
 )
 """Keys that belong to no command."""
+POOL_KEYS = (
+    ("←, ↑, ↓, →", "point at a cell of the map; a click points too, and looks inside"),
+    ("Enter", "look into the cell"),
+    ("Space", "pause, and go on"),
+    ("[ and ], or , and .", "back and on through what was; { and } by ten"),
+    ("PgUp, PgDn", "scroll the tables, or the open cell"),
+    ("Esc", "close the cell, then the page; q closes it at once"),
+)
+"""Those of the pool page."""
 USAGE_WIDTH = 28
 KEY_WIDTH = 11
 LEFT_WIDTH = 2 + USAGE_WIDTH + KEY_WIDTH + 1
@@ -43,9 +53,7 @@ SIDE_BY_SIDE = 72
 
 def help_lines(context: Context, keymap: Keymap, width: int = 98) -> Content:
     """Return all keys and commands in `width` columns; what cannot be done now is faint, and says why."""
-    lines = [Content.styled("Keys", "bold $primary")]
-    for key, meaning in KEYS:
-        lines += _row(Content.styled(f"  {key}", "bold"), 34, meaning, "$muted", width)
+    lines = _keys("Keys", KEYS, width)
     for section in dict.fromkeys(command.section for command in COMMANDS):
         lines += [Content(""), Content.styled(section, "bold $primary")]
         for command in COMMANDS:
@@ -56,9 +64,18 @@ def help_lines(context: Context, keymap: Keymap, width: int = 98) -> Content:
                 left = Content.assemble((f"  {usage}", "$faint" if reason else "bold"), (f" {keys}", "$primary"))
                 style = "$faint" if reason else "$muted"
                 lines += _row(left, LEFT_WIDTH, reason or command.help, style, width)
+    lines += [Content(""), *_keys("On the pool page", POOL_KEYS, width)]
     lines += [Content(""), Content.styled(f"Keys of your own: {_keymap_place()}, or --keymap FILE", "$faint")]
     lines.append(Content.styled("↑ ↓ scroll; any other key closes this", "$faint"))
     return Content("\n").join(lines)
+
+
+def _keys(title: str, keys: Sequence[tuple[str, str]], width: int) -> list[Content]:
+    """Return keys that belong to no command, below their title."""
+    lines = [Content.styled(title, "bold $primary")]
+    for key, meaning in keys:
+        lines += _row(Content.styled(f"  {key}", "bold"), 34, meaning, "$muted", width)
+    return lines
 
 
 def _keymap_place() -> str:
@@ -94,7 +111,7 @@ class HelpText(Static):
         self.update(help_lines(self._now, self._keymap, event.size.width))
 
 
-class HelpScreen(ModalScreen[None]):
+class HelpScreen(Dialog[None]):
     """Lists keys and commands; any key that does not scroll closes it.
 
     Args:
@@ -133,7 +150,7 @@ class HelpScreen(ModalScreen[None]):
         self.dismiss()
 
 
-class ConfirmScreen(ModalScreen[bool]):
+class ConfirmScreen(Dialog[bool]):
     """Asks before something is done; y does it.
 
     Args:
