@@ -7,7 +7,8 @@ beside that: how late the idle loop is at the same time, and, as "own", each fig
 first thread, which draws, waited for a processor. Never a pass or fail.
 
 Parts: `stream`, 5,000 tokens with one fence of 400 lines; `keys`, typing while an answer streams; `history`, opening a
-conversation and scrolling it from end to end; `paste`, a megabyte of it; `resize`, other sizes while an answer streams.
+conversation and scrolling from both of its ends; `paste`, a megabyte of it; `resize`, other sizes while an answer
+streams.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ PAGE_INTERVAL_S = 1 / 30
 """How fast a keyboard repeats a key that is held."""
 CHOOSE = b"\x1bOR\x1b[B\r"
 """Shows the conversations, goes to the first one of them, and opens it."""
+FIRST_KEY = b"\x1b[1;5H"
+MOST_PAGES = 150
 WARM = "warmanswer"
 FIRST, LAST, END = "firstmessage", "lastmessage", "endofanswer"
 LARGE_FRAME_BYTES = 1 << 23
@@ -233,7 +236,7 @@ async def keys(run: Run, name: str) -> None:
 
 
 async def history(run: Run, name: str) -> None:
-    """Open the one conversation that there is, and scroll it to its beginning and back to its end."""
+    """Open the one conversation that there is, scroll up from its end, and down from its beginning."""
     await run.terminal.drawn(name.encode())
     before_mib = run.memory_mib
     async with run.phase(f"{name}: open") as figures:
@@ -242,7 +245,10 @@ async def history(run: Run, name: str) -> None:
     opened_mib = run.memory_mib
     async with run.phase(f"{name}: scroll") as figures:
         begun = time.monotonic()
-        pages = await _hold(run, b"\x1b[5~", FIRST) + await _hold(run, b"\x1b[6~", LAST)
+        pages = await _hold(run, b"\x1b[5~", FIRST)
+        if pages == MOST_PAGES:
+            await run.press(FIRST_KEY, FIRST)
+        pages += await _hold(run, b"\x1b[6~", LAST)
         figures["pages"], figures["pages_s"] = pages, round(pages / (time.monotonic() - begun), 1)
     run.phases[-1][3].update(
         opened_mib=round(opened_mib - before_mib, 1), scrolled_mib=round(run.memory_mib - before_mib, 1)
@@ -250,9 +256,9 @@ async def history(run: Run, name: str) -> None:
 
 
 async def _hold(run: Run, key: bytes, then: str) -> int:
-    """Hold a key until a text is drawn; return how often it was repeated. What is not drawn yet is waited for."""
+    """Hold a key until a text is drawn, or long enough; return how often it was repeated. Each page is waited for."""
     start, pressed = len(run.terminal.output), 0
-    while run.terminal.output.find(then.encode(), start) < 0:
+    while pressed < MOST_PAGES and run.terminal.output.find(then.encode(), start) < 0:
         before = len(run.terminal.output)
         run.terminal.write(key)
         pressed += 1
