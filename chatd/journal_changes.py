@@ -78,6 +78,8 @@ def sessions_rm(
     """Remove conversations, by their ids or by their age."""
     if bool(sessions) == (unused_days is not None):
         raise InvalidRequest("name sessions, or --unused-days", param="sessions")
+    if sessions and tenant is not None:
+        raise InvalidRequest("--tenant goes with --unused-days", param="tenant")
     places, names = _Places(directory, config), list(dict.fromkeys(sessions or ()))
 
     async def run(journal: Journal) -> list[str]:

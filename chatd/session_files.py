@@ -15,13 +15,19 @@ from typing import Any, Literal
 import msgspec
 
 from chatd import transcript_file
+from chatd.engine.sampling import SamplingParams
 from chatd.errors import InvalidRequest
 from chatd.journal.records import ID_TYPE, MessageRecord, SessionRecord
+from chatd.protocol import Params
+from chatd.protocol.ranges import RANGES, check_range, check_stop_strings
 
 FORMAT = "chatd.session"
 VERSION = 1
 Format = Literal["md", "json", "html"]
 _ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
+_OWNER = re.compile(r"[0-9A-Za-z][0-9A-Za-z._@-]{0,63}")
+"""As keys name tenants and users."""
+
 _MAX_TIME = 253402300800.0
 """The year 10000, in Unix seconds."""
 _IN_PROGRESS = "(the answer is in progress)"
@@ -89,6 +95,8 @@ def from_json(text: str | bytes) -> SessionFile:
         file = msgspec.json.decode(text, type=SessionFile, dec_hook=_ids)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"that is no export of a session: {error}", param="file") from None
+    except RecursionError:
+        raise InvalidRequest("that is no export of a session: it is nested too deeply", param="file") from None
     if (file.format, file.version) != (FORMAT, VERSION):
         raise InvalidRequest(
             f"{file.format[:64]!r} {file.version} is not {FORMAT!r} {VERSION}, which this version reads", param="file"
@@ -147,7 +155,14 @@ def _check_tree(file: SessionFile) -> None:
 def _check_values(file: SessionFile) -> None:
     """Refuse what no journal ever had, and what reads one would stumble over."""
     session = file.session
+    for name in (session.tenant, session.user):
+        if not _OWNER.fullmatch(name):
+            raise InvalidRequest(f"{name[:64]!r} is no name of a tenant or a user", param="file")
+    _check_params(session.params)
     for message in file.messages:
+        if message.sampling is not None:
+            _check_params(message.sampling)
+        check_stop_strings(message.stop_strings)
         if message.is_answer and (message.role != "assistant" or message.sampling is None):
             raise InvalidRequest(f"message {message.id[:64]!r} is no answer, or has no parameters", param="file")
     times = [session.created_at, session.updated_at, *(message.created_at for message in file.messages)]
@@ -155,6 +170,19 @@ def _check_values(file: SessionFile) -> None:
     counts += [count for message in file.messages for count in _counts(message)]
     if not all(0 <= time < _MAX_TIME for time in times) or not all(0 <= count < 2**31 for count in counts):
         raise InvalidRequest("a time or a count is out of range", param="file")
+
+
+def _check_params(params: Params | SamplingParams) -> None:
+    for name, within in RANGES.items():
+        value = getattr(params, name)
+        if value is not None:
+            check_range(name, value, within)
+    if isinstance(params, Params):
+        check_stop_strings(params.stop)
+    biases = dict(params.logit_bias or ())
+    for token_id in (*params.stop_token_ids, *biases):
+        if not str(token_id).isdecimal() or int(token_id) >= 2**32:
+            raise InvalidRequest(f"{str(token_id)[:64]!r} is no token", param="file")
 
 
 def _counts(message: MessageRecord) -> tuple[int, ...]:

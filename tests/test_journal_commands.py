@@ -284,6 +284,17 @@ def test_an_answer_in_progress_is_left_out_of_an_import(tmp_path: Path) -> None:
         ('"archived":', '"updated_at":1e308,"archived":'),
         ('"num_deaths":0', '"num_deaths":1000000000000000000000000000000'),
         ('"is_answer":false', '"is_answer":true'),
+        ('"top_k":0', '"top_k":-1'),
+        ('"seed":7', f'"seed":{2**80}'),
+        ('"stop_token_ids":[]', f'"stop_token_ids":[{2**62}]'),
+        ('"logit_bias":[]', '"logit_bias":[[-1,1.0]]'),
+        ('"stop_strings":[]', '"stop_strings":[""]'),
+        ('"params":{', f'"params":{{"seed":{2**80},'),
+        ('"params":{"temperature":0.5', '"params":{"temperature":-1'),
+        ('"params":{', '"params":{"logit_bias":{"x":1},'),
+        ('"tenant":"acme"', '"tenant":""'),
+        ('"user":"ann"', '"user":"ann\\u0000"'),
+        ('"session":', '"x":' + "[" * 100_000 + ',"session":'),
     ],
 )
 def test_a_file_that_is_no_export_is_refused(journal: Path, tmp_path: Path, old: str, new: str) -> None:
@@ -301,6 +312,8 @@ def test_rm_removes_by_id_or_by_age_and_spares_what_is_pinned(journal: Path) -> 
         sessions("rm", journal, "ses_1", "ses_2")
     with pytest.raises(InvalidRequest):
         sessions("rm", journal)
+    with pytest.raises(InvalidRequest, match="goes with --unused-days"):
+        sessions("rm", journal, "ses_1", "--tenant", "other")
     assert listed(journal) == ["ses_1", "fork"]
     sessions("rm", journal, "--unused-days", 1, "--tenant", "other")
     assert listed(journal) == ["ses_1", "fork"]

@@ -77,7 +77,7 @@ async def remove_sessions(request: Request) -> Response:
     """Serve `POST /v1/sessions/remove`.
 
     Raises:
-        InvalidRequest: Neither sessions nor an age is named, or both.
+        InvalidRequest: Neither sessions nor an age is named, or both; or sessions with a tenant.
         NotFound: A session is not there; none was removed.
         Unavailable: No engine serves.
         StorageError: The journal takes nothing.
@@ -91,6 +91,8 @@ async def remove_sessions(request: Request) -> Response:
         raise InvalidRequest(f"that does not say what to remove: {error}") from None
     if bool(wanted.sessions) == (wanted.unused_days is not None):
         raise InvalidRequest("name sessions, or unused_days", param="sessions")
+    if wanted.sessions and wanted.tenant is not None:
+        raise InvalidRequest("tenant goes with unused_days", param="tenant")
     if wanted.unused_days is not None:
         gone = await operator.remove_unused(wanted.unused_days, wanted.tenant)
     else:

@@ -227,7 +227,16 @@ async def test_only_the_operator_may_and_loopback_is_no_key(running: Running) ->
 
 @pytest.mark.parametrize(
     "body",
-    ["", "[]", "{}", '{"sessions": [], "unused_days": null}', '{"sessions": ["a"], "unused_days": 1}', '{"x": 1}'],
+    [
+        "",
+        "[]",
+        "{}",
+        '{"sessions": [], "unused_days": null}',
+        '{"sessions": ["a"], "unused_days": 1}',
+        '{"sessions": ["a"], "tenant": "acme"}',
+        '{"x": 1}',
+        '{"format": "", "version": 1, "session": {"x": ' + "[" * 100_000,
+    ],
 )
 async def test_a_removal_that_does_not_say_what_is_refused(running: Running, body: str) -> None:
     headers = {"Authorization": f"Bearer {running.keys['ann']}"}
