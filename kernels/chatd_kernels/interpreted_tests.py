@@ -78,6 +78,9 @@ def _run(config: pytest.Config, node_ids: list[str]) -> tuple[dict[str, list[pyt
         found = defaultdict(list)
         for line in reports.read_text().splitlines():
             report = pytest.TestReport._from_json(json.loads(line))
+            if isinstance(report.longrepr, list):
+                # Where and why it was skipped; JSON has no tuples.
+                report.longrepr = tuple(report.longrepr)
             found[report.nodeid].append(report)
     return dict(found), done.stdout
 
