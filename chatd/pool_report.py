@@ -81,9 +81,10 @@ def as_tables(hello: Hello, state: PoolState) -> RenderableType:
     """Return a reading as lines and tables."""
     totals = state.totals
     part = totals.active / max(1, totals.blocks)
+    percent = "<1%" if 0 < part < 0.01 else f"{part:.0%}"
     lines = [
         f"{clean_line(hello.model.id)}: {totals.blocks} blocks of {hello.model.block_size} tokens, step {state.step}",
-        f"free {totals.free}  cached {totals.cached}  active {totals.active} ({part:.0%})  shared {totals.shared}"
+        f"free {totals.free}  cached {totals.cached}  active {totals.active} ({percent})  shared {totals.shared}"
         f"  evictions {totals.evictions}{_again(totals.wanted_again)}",
         f"hit rate {totals.hit_rate:.0%}  {totals.tok_s:.1f} tok/s  {totals.running} running  {totals.waiting} waiting",
     ]
