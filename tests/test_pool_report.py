@@ -164,3 +164,12 @@ def test_a_reading_needs_no_terminal_library() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == (
         "False False\n"
     )
+
+
+async def test_little_that_is_held_is_not_said_to_be_nothing(daemon: ScriptedDaemon) -> None:
+    hello, state = await read_pool(daemon.url, None)
+    for active, said in ((0, "(0%)"), (1, "(<1%)"), (128, "(50%)")):
+        totals = msgspec.structs.replace(state.totals, active=active)
+        out = io.StringIO()
+        Console(file=out, width=120).print(as_tables(hello, msgspec.structs.replace(state, totals=totals)))
+        assert f"active {active} {said}" in out.getvalue()
