@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from chatd.client import Client
+from chatd.client import Client, Session, Turn
+from chatd.errors import Unavailable
 from chatd.protocol import OutputTextDelta, Params, SessionAttached
 
 STUCK_S = 600.0
@@ -56,17 +57,31 @@ class Seen:
     counts: Counter[str] = field(default_factory=Counter)
 
 
+async def _say(session: Session, content: str, params: Params) -> tuple[Turn, str]:
+    """Say something, again where an engine that starts anew refuses it; return the turn and what it showed."""
+    while True:
+        turn = session.say(content, params=params)
+        shown = ""
+        try:
+            async for event in turn:
+                assert not isinstance(event, SessionAttached), f"an answer was replaced after {shown!r}: {event}"
+                shown += event.delta if isinstance(event, OutputTextDelta) else ""
+        except Unavailable as refused:
+            if refused.error_code != "engine_unavailable":
+                raise
+            # A refused message was not taken: that it is there once is compared at the end.
+            await asyncio.sleep((refused.retry_after_ms or 0) / 1000)
+        else:
+            return turn, shown
+
+
 async def converse(client: Client, script: Script, seen: Seen) -> list[Said]:
     """Say a script in a new session and return what was shown, once it is what the daemon has."""
     session = await client.create_session(system=script.system)
     said: list[Said] = []
     for content in script.messages:
-        turn = session.say(content, params=script.params)
-        shown = ""
         async with asyncio.timeout(STUCK_S):
-            async for event in turn:
-                assert not isinstance(event, SessionAttached), f"an answer was replaced after {shown!r}: {event}"
-                shown += event.delta if isinstance(event, OutputTextDelta) else ""
+            turn, shown = await _say(session, content, script.params)
         assert turn.usage is not None, "an answer ended without its usage"
         assert turn.item is not None, "an answer ended without its item"
         assert shown == turn.text == turn.item.content, f"{shown!r} was shown, the answer is {turn.item.content!r}"

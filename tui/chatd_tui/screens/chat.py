@@ -141,7 +141,9 @@ class ChatScreen(Screen[None]):
         """Select a message and go to it; False where it is not in the conversation."""
         if not self.transcript.reveal(item_id):
             return False
-        self.set_focus(self.transcript)
+        # What was typed meanwhile is to go on where it was begun.
+        if not self.composer.text:
+            self.set_focus(self.transcript)
         return True
 
     def leave(self) -> bool:
