@@ -73,12 +73,6 @@ class NewsApp(FaultReport, App[None], inherit_bindings=False):
         """To the daemon on the screen."""
         return self.daemons.shown.link
 
-    def check_idle(self) -> None:
-        """Wake the screens too: a batch of changes ends with this, and the layout that was put off in it is theirs."""
-        super().check_idle()
-        for screen in self.screen_stack:
-            screen.check_idle()
-
     def stay_connected(self) -> None:
         """Stay connected to every daemon, and have the list as it is elsewhere too, while one sees it."""
         self.run_worker(self.daemons.run(), name="links", exit_on_error=True)

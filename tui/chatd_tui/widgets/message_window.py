@@ -158,7 +158,8 @@ class MessageWindow(VerticalScroll, inherit_bindings=False):
         for message, y, end in zip(self._messages, begins, begins[1:], strict=False):
             if message.item_id == ident:
                 if y < self._top or at_top or end - y > self._page:
-                    self.scroll_to(y=y, animate=False, immediate=True)
+                    # What is shorter than the screen may be anchored above its beginning, by what was there before.
+                    self.scroll_to(y=y, animate=False, immediate=True, force=True)
                 elif end > self._top + self._page:
                     self.scroll_to(y=end - self._page, animate=False, immediate=True)
 
