@@ -262,3 +262,50 @@ def test_estimates_are_near() -> None:
         height = message.height_at(80) + 1
         assert height / 3 <= estimated_height(view.text, 80) <= 3 * height
     assert FAR_PAGES > 1
+
+
+async def test_a_correction_of_the_place_does_not_leave_the_end(daemon: ScriptedDaemon, make_app, wait_until) -> None:
+    app = make_app(daemon)
+    async with app.run_test(size=SIZE) as pilot:
+        transcript = await opened(app, pilot, views(60), wait_until)
+        assert transcript.scroll_y == transcript.max_scroll_y > 0
+        transcript._shift_to(transcript.scroll_y - 3)
+        transcript.refresh(layout=True)
+        await settled(transcript, pilot)
+        assert transcript.scroll_y == transcript.max_scroll_y
+
+
+async def test_a_short_conversation_that_opens_at_a_message_after_a_shorter_one_is_seen_whole(
+    daemon: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    app = make_app(daemon)
+    short = [ItemView(f"m{n}", "assistant" if n % 2 else "user", f"number {n}") for n in range(6)]
+    async with app.run_test(size=SIZE) as pilot:
+        transcript = await opened(app, pilot, short[:2], wait_until)
+        await transcript.show(short)
+        assert transcript.reveal("m1")
+        await settled(transcript, pilot)
+        regions = [message.region for message in transcript.messages]
+        assert transcript.region.y <= regions[0].y
+        assert regions[-1].bottom <= transcript.region.bottom
+
+
+async def test_another_version_that_is_longer_than_the_screen_is_read_from_its_beginning(
+    daemon: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    app = make_app(daemon)
+    question = ItemView("q", "user", "a question")
+    async with app.run_test(size=SIZE) as pilot:
+        transcript = await opened(app, pilot, [question, ItemView("short", "assistant", "short")], wait_until)
+        for name, text in (("long", "a line\n\n" * 60), ("short", "short"), ("long", "a line\n\n" * 60)):
+            await transcript.branch("q", [ItemView(name, "assistant", text)])
+            await settled(transcript, pilot)
+            answer, place = transcript.messages[-1].region, transcript.region
+            assert place.y <= answer.y < place.bottom
+            assert answer.bottom <= place.bottom or name == "long"
+            # All of it can be come to.
+            transcript.action_to_end(1)
+            await settled(transcript, pilot)
+            assert transcript.messages[-1].region.bottom <= place.bottom
+            transcript.action_to_end(-1)
+            await settled(transcript, pilot)

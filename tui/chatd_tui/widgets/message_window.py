@@ -158,8 +158,7 @@ class MessageWindow(VerticalScroll, inherit_bindings=False):
         for message, y, end in zip(self._messages, begins, begins[1:], strict=False):
             if message.item_id == ident:
                 if y < self._top or at_top or end - y > self._page:
-                    # What is shorter than the screen may be anchored above its beginning, by what was there before.
-                    self.scroll_to(y=y, animate=False, immediate=True, force=True)
+                    self.scroll_to(y=y, animate=False, immediate=True)
                 elif end > self._top + self._page:
                     self.scroll_to(y=end - self._page, animate=False, immediate=True)
 
@@ -199,7 +198,7 @@ class MessageWindow(VerticalScroll, inherit_bindings=False):
             self._below.show(sum(self._thought(end, len(self._views))))
             y = self.scroll_y + above - first_y if see is None else self._begins()[see - first]
             if y != self.scroll_y:
-                self.scroll_to(y=y, animate=False, immediate=True, release_anchor=False)
+                self._shift_to(y)
             waits: list[Awaitable[None]] = [
                 self.remove_children(gone),
                 self.mount_all(head, after=self._above),
@@ -207,6 +206,21 @@ class MessageWindow(VerticalScroll, inherit_bindings=False):
             ]
             for wait in waits:
                 await wait
+
+    def _shift_to(self, y: float) -> None:
+        """Scroll, and stay at the end where one is: Textual's `scroll_to` leaves it, whatever it is told."""
+        if self.allow_vertical_scroll:
+            self.scroll_target_y = y
+            self.scroll_y = self.scroll_target_y
+
+    def release_anchor(self) -> None:
+        """Leave the end, where there is something to scroll.
+
+        What is shorter than the screen is drawn at the screen's end, which is a place above its beginning. Nothing
+        could be scrolled back from there, and what comes to it would be below the screen.
+        """
+        if self.max_scroll_y > 0:
+            super().release_anchor()
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         """See to it that what is scrolled to has widgets."""
@@ -271,4 +285,4 @@ class MessageWindow(VerticalScroll, inherit_bindings=False):
         ident, offset = self._place
         if ident in begins:
             y = begins[ident] + offset
-            self.call_after_refresh(self.scroll_to, y=y, animate=False, release_anchor=False)
+            self.call_after_refresh(self._shift_to, y)

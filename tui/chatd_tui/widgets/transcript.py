@@ -116,7 +116,8 @@ class Transcript(MessageWindow, inherit_bindings=False):
         said = any(view.role != "assistant" for view in added)
         begun = any(not view.done for view in added)
         # What is shorter than the screen is at its end wherever it is drawn.
-        at_end = self.is_vertical_scroll_end or self.max_scroll_y == 0
+        was_short = self.max_scroll_y == 0
+        at_end = self.is_vertical_scroll_end or was_short
         follows = (said and not gone) or (begun and at_end)
         if gone and not begun:
             # Another version: what one looks at stays where it is, though its end is elsewhere now.
@@ -132,6 +133,9 @@ class Transcript(MessageWindow, inherit_bindings=False):
                 self.select(added[0].id if added else None)
         if follows:
             self.anchor()
+        elif gone and added and not begun and was_short:
+            # The end was not left, since nothing could be scrolled, and a longer version has its own.
+            self.call_after_refresh(self._scroll_to_message, added[0].id, False)
         self._slide_soon()
 
     def _find_context(self, views: Sequence[ItemView]) -> None:
