@@ -6,13 +6,15 @@ switched off: those say nothing about what the daemon was doing.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
+import logging
 import os
 from pathlib import Path
 
 NAME = "crash"
 MAX_BYTES = 16 * 1024
+
+_log = logging.getLogger(__name__)
 
 
 class CrashNote:
@@ -35,10 +37,13 @@ class CrashNote:
         self.found = os.pread(self._file, MAX_BYTES, 0).decode("utf-8", "replace")
         self._is_own, self._is_armed = is_own, False
 
-    def renew(self) -> None:
-        """Forget what was found, and have a crash of this process noted from now on, where it is its own."""
-        with contextlib.suppress(OSError):  # What cannot be forgotten is found again.
-            os.truncate(self._file, 0)
+    def renew(self, *, is_counted: bool) -> None:
+        """Have a crash of this process noted from now on, where it is its own; forget what was found once counted."""
+        if is_counted:
+            try:
+                os.truncate(self._file, 0)
+            except OSError as error:
+                _log.warning("the note of a crash cannot be emptied, and is counted again at the next start: %s", error)
         if self._is_own:
             faulthandler.enable(self._file, all_threads=False)
             self._is_armed = True

@@ -120,9 +120,9 @@ class Journal:
         """What the daemon before wrote as a fault in native code ended it; "" where something else did."""
         return self._crash_note.found
 
-    def note_crashes(self) -> None:
-        """Forget the crash that was found: it is counted; and have one of this process noted from now on."""
-        self._crash_note.renew()
+    def note_crashes(self, *, is_counted: bool) -> None:
+        """Have a crash of this process noted from now on, and forget the one that was found where it is counted."""
+        self._crash_note.renew(is_counted=is_counted)
 
     def announce(self, url: str) -> None:
         """Say where the daemon answers that has the journal; where that cannot be written, commands are told it."""

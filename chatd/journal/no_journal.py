@@ -12,7 +12,7 @@ class NoJournal:
 
     crash = ""
 
-    def note_crashes(self) -> None:
+    def note_crashes(self, *, is_counted: bool) -> None:
         """Do nothing."""
 
     async def commit(self, changes: Sequence[Change]) -> None:

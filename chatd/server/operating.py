@@ -22,7 +22,6 @@ from starlette.responses import Response
 from chatd.config import disk_tier_directory
 from chatd.errors import EnvironmentProblem, InvalidRequest
 from chatd.kvcache.block_directory import find_tenant
-from chatd.protocol import SessionErased
 from chatd.server.auth import Principal
 from chatd.server.daemon import Daemon
 from chatd.server.logging import get_logger
@@ -94,12 +93,17 @@ async def remove_sessions(request: Request) -> Response:
     if wanted.sessions and wanted.tenant is not None:
         raise InvalidRequest("tenant goes with unused_days", param="tenant")
     if wanted.unused_days is not None:
-        gone = await operator.remove_unused(wanted.unused_days, wanted.tenant)
+        gone = operator.remove_unused(wanted.unused_days, wanted.tenant)
     else:
-        gone = await operator.remove(wanted.sessions)
-    _forget_answers(daemon, gone)
-    _note(request, "sessions.removed", sessions=len(gone))
-    return _answer({"removed": [session.id for session, _ in gone]})
+        gone = operator.remove(wanted.sessions)
+    removed: list[str] = []
+    try:
+        async for session, _ in gone:
+            _forget_answers(daemon, session)
+            removed.append(session.id)
+    finally:  # Those before one that could not be removed are gone.
+        _note(request, "sessions.removed", sessions=len(removed))
+    return _answer({"removed": removed})
 
 
 async def erase_session(request: Request) -> Response:
@@ -112,7 +116,7 @@ async def erase_session(request: Request) -> Response:
     """
     daemon: Daemon = request.app.state.daemon
     session, erased = await daemon.manager.operator.erase(request.path_params["session"])
-    _forget_answers(daemon, [(session, erased)])
+    _forget_answers(daemon, session)
     receipt = erased.receipt
     _note(request, "session.erased", session=session.id, owner=session.owner.tenant)
     return _answer(
@@ -153,9 +157,8 @@ async def erase_tenant(request: Request) -> Response:
     return _answer(msgspec.structs.asdict(erased))
 
 
-def _forget_answers(daemon: Daemon, gone: Sequence[tuple[Session, SessionErased]]) -> None:
-    for session, _ in gone:
-        daemon.answers.erase(session.owner.tenant, session.owner.user, session.id)
+def _forget_answers(daemon: Daemon, session: Session) -> None:
+    daemon.answers.erase(session.owner.tenant, session.owner.user, session.id)
 
 
 def _note(request: Request, event: str, **fields: object) -> None:

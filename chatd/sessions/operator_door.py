@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -107,8 +107,8 @@ class OperatorDoor:
         self._on_erased(session)
         return session, erased
 
-    async def remove(self, session_ids: Sequence[str]) -> list[tuple[Session, SessionErased]]:
-        """Remove sessions by name; none where one is not there.
+    async def remove(self, session_ids: Sequence[str]) -> AsyncIterator[tuple[Session, SessionErased]]:
+        """Remove sessions by name and yield each once it is gone; none where one is not there at the beginning.
 
         Raises:
             ChatdError: As `erase`; those before are gone.
@@ -116,10 +116,14 @@ class OperatorDoor:
         for session_id in session_ids:
             if self._store.find(session_id) is None:
                 raise unknown_session(session_id)
-        return [await self.erase(session_id) for session_id in dict.fromkeys(session_ids)]
+        for session_id in dict.fromkeys(session_ids):
+            with contextlib.suppress(NotFound):  # Its owner has erased it meanwhile.
+                yield await self.erase(session_id)
 
-    async def remove_unused(self, unused_days: float, tenant: str | None) -> list[tuple[Session, SessionErased]]:
-        """Remove the sessions that nobody used for so long, of one tenant or of all; return them.
+    async def remove_unused(
+        self, unused_days: float, tenant: str | None
+    ) -> AsyncIterator[tuple[Session, SessionErased]]:
+        """Remove the sessions that nobody used for so long, of one tenant or of all; yield each once it is gone.
 
         Those that are pinned, that somebody looks at or that answer stay.
 
@@ -127,13 +131,11 @@ class OperatorDoor:
             ChatdError: As `erase`; those before are gone.
         """
         before = self._clock() - unused_days * DAY_S
-        gone = []
         for session in self._store.all():
             is_used = session.turn is not None or session.num_attached or session.pinned or session.is_erased
             if not is_used and session.updated_at < before and tenant in (None, session.owner.tenant):
                 with contextlib.suppress(NotFound):  # Its owner has erased it meanwhile.
-                    gone.append(await self.erase(session.id))
-        return gone
+                    yield await self.erase(session.id)
 
     async def erase_tenant(self, tenant: str, find_blocks: FindBlocks) -> TenantErased:
         """Remove all that there is of a tenant: sessions, kept answers, usage, and its blocks in every tier.

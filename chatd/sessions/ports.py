@@ -83,8 +83,8 @@ class Journal(Protocol):
         """What the daemon before wrote as a fault in native code ended it; "" where something else did."""
         ...
 
-    def note_crashes(self) -> None:
-        """Forget the crash that was found: it is counted; and have one of this process noted from now on."""
+    def note_crashes(self, *, is_counted: bool) -> None:
+        """Have a crash of this process noted from now on, and forget the one that was found where it is counted."""
         ...
 
     async def commit(self, changes: Sequence[Change]) -> None:

@@ -150,13 +150,15 @@ class Recovery:
             if one.record != before:
                 changes.append(SaveMessage(one.session.id, one.record))
             left.append(one)
+        is_counted = True
         try:
             # Before anything is done with any of them.
             if changes:
                 await self._recorder.commit(changes)
         except StorageError:
             _log.warning("the journal does not take that the daemon has crashed")
-        self._journal.note_crashes()
+            is_counted = False
+        self._journal.note_crashes(is_counted=is_counted)
         return left
 
     async def _go_on_with(self, found: Sequence[_Found]) -> list[Turn]:

@@ -47,9 +47,10 @@ class MemoryJournal:
         self._members: dict[str, list[str]] = {}
         self._answers: dict[tuple[str, str, str], SaveAnswer] = {}
 
-    def note_crashes(self) -> None:
-        """Forget the crash that was found."""
-        self.crash = ""
+    def note_crashes(self, *, is_counted: bool) -> None:
+        """Forget the crash that was found, where it is counted."""
+        if is_counted:
+            self.crash = ""
 
     async def commit(self, changes: Sequence[Change]) -> None:
         """Take all changes, or none."""

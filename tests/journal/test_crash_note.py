@@ -16,7 +16,7 @@ from chatd.journal.journal import Journal
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 journal = Journal.open(Path(sys.argv[1]), notes_crashes=True)
 print(repr(journal.crash))
-journal.note_crashes()
+journal.note_crashes(is_counted=True)
 os.kill(os.getpid(), int(sys.argv[2]))
 """
 

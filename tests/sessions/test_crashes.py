@@ -2,6 +2,7 @@
 
 import pytest
 
+from chatd.errors import StorageError
 from chatd.protocol import Params
 from chatd.sessions.crashes import counted
 from chatd.testing.journal_records import make_answer
@@ -77,3 +78,17 @@ async def test_of_answers_that_were_tried_the_second_time_it_is_taken_out_and_th
     await daemon.until(lambda: not daemon.manager.num_in_flight, step=True)
     contents = [[i.content for i in daemon.manager.items(await daemon.get(session))] for session in sessions]
     assert sorted(contents) == [["say"], ["say", "hello"]]
+
+
+async def test_a_crash_that_the_journal_cannot_count_is_found_again_at_the_next_start():
+    daemon = await RestartingDaemon("hello").start()
+    session, _ = await daemon.open()
+    await daemon.say(session, "say")
+    daemon.journal.crash = "a fault"
+    daemon.journal.error = StorageError("the disk is full")
+    await daemon.start()
+    assert daemon.journal.crash == "a fault"
+    daemon.journal.error = None
+    await daemon.start()
+    assert daemon.journal.crash == ""
+    assert [m.num_crashes for m in await in_progress(daemon, [session])] == [1]
