@@ -7,7 +7,8 @@ a closed struct stands (`Params`), and what only describes and is missing is neu
 from __future__ import annotations
 
 import re
-from typing import Any, get_origin
+from copy import copy
+from typing import Any, get_args, get_origin
 
 import msgspec
 
@@ -53,16 +54,31 @@ _COMPLAINT = re.compile(
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
 
 
-def _neutral_fields() -> dict[str, Any]:
-    """Return what stands for a missing field of a description, by its name where that tells its type."""
-    found: dict[str, Any] = {}
-    for struct in _DESCRIPTIONS:
+def _neutral_fields() -> dict[tuple[str, str], Any]:
+    """Return what stands for a missing field of a description, by the field that holds the description and its name."""
+    found: dict[tuple[str, str], Any] = {}
+
+    def add(struct: type[msgspec.Struct], holder: str) -> None:
         for field in msgspec.structs.fields(struct):
-            kind = get_origin(field.type) or field.type
-            value = {} if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else _NEUTRAL.get(kind)
-            if field.required and field.name not in _IDENTITIES:
-                found[field.name] = value if found.get(field.name, value) == value else None
-    return {name: value for name, value in found.items() if value is not None} | {"frame_bytes": MIN_FRAME_BYTES}
+            inner = _structs_in(field.type)
+            for one in inner:
+                add(one, field.name)
+            value = (
+                {} if inner and get_origin(field.type) is None else _NEUTRAL.get(get_origin(field.type) or field.type)
+            )
+            if struct in _DESCRIPTIONS and field.required and field.name not in _IDENTITIES and value is not None:
+                found[holder, field.name] = MIN_FRAME_BYTES if field.name == "frame_bytes" else value
+
+    for event in get_args(Event):
+        add(event, "")
+    return found
+
+
+def _structs_in(kind: Any) -> list[type[msgspec.Struct]]:
+    """Return the structs that a field of a type holds, alone, in a list or as one of several."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return [kind]
+    return [struct for part in get_args(kind) for struct in _structs_in(part)]
 
 
 _MISSING = _neutral_fields()
@@ -103,8 +119,9 @@ def _mended(frame: Any, complaint: str) -> bool:
             for place in _places(frame, steps):
                 place.pop(match["unknown"], None)
         else:
+            holder = next((step for step in reversed(steps) if isinstance(step, str)), "")
             for place in _places(frame, steps):
-                place.setdefault(match["missing"], _MISSING[match["missing"]])
+                place.setdefault(match["missing"], copy(_MISSING[holder, match["missing"]]))
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         return False
     return True

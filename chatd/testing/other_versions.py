@@ -11,6 +11,7 @@ _LATER_FIELDS = frozenset(
         *("siblings", "context_from", "context_policy", "metadata", "archived", "pinned", "copies_on_write", "tiers"),
         *("shared_tokens", "shared_blocks", "tier", "context_max", "num_items", "heartbeat_s", "user", "connection"),
         *("limits", "hit_rate", "tok_s", "evictions", "preemptions", "prefill_tok_s", "input_tokens_details"),
+        "active",
     }
 )
 """Fields that an older daemon does not send: those with defaults, and some that only describe."""
