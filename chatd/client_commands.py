@@ -114,12 +114,16 @@ def _params(typed: Sequence[str]) -> Params:
         BadParameter: A name or a value is wrong.
     """
     from chatd.protocol import Params
-    from chatd.typed_params import changed
+    from chatd.typed_params import check, with_value
 
     params = Params()
     try:
         for pair in typed:
-            params = changed(params, pair)
+            name, sign, value = pair.partition("=")
+            if not sign:
+                raise InvalidRequest(f"{pair[:40]!r} is not NAME=VALUE", hint="such as temperature=0.7")
+            params = with_value(params, name.strip(), value.strip())
+        check(params)
     except InvalidRequest as error:
         raise typer.BadParameter(f"--set: {error.message}{f' ({error.hint})' if error.hint else ''}") from None
     return params

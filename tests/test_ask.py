@@ -65,11 +65,11 @@ async def test_a_question_begins_a_conversation_with_its_title_and_system_prompt
 
 
 async def test_parameters_are_those_of_the_one_answer(daemon: ScriptedDaemon) -> None:
-    typed = ["--set", "temperature=0.5", "--set", "seed=7", "--set", "stop=the end"]
+    typed = ["--set", "temperature=0.5", "--set", "seed=7", "--set", "stop=the end top_k=3"]
     code, out, _ = await Run(Path("/nonexistent"), "hello?", *typed, url=daemon.url)()
     assert (code, out) == (0, "Hello there.\n")
     said = next(command for command in daemon.commands if isinstance(command, p.UserMessage))
-    assert said.params == p.Params(temperature=0.5, seed=7, stop=("the end",))
+    assert said.params == p.Params(temperature=0.5, seed=7, stop=("the end top_k=3",))
     [session] = daemon.sessions.values()
     assert session.params == p.Params()
 
