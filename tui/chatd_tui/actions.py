@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from chatd import typed_params
 from chatd.clean import clean_line
 from chatd.errors import ChatdError, InvalidRequest
 from chatd.protocol import ContextPolicy, Params
 from chatd_tui import status_text
+from chatd_tui.background import run_beside
 from chatd_tui.export import code_blocks, rendered, write_new
 from chatd_tui.form_fields import FIELDS
 from chatd_tui.settings_form import open_form
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from chatd_tui.app import ChatApp
 
 MAX_TITLE = 200
+
+P = ParamSpec("P")
 
 
 class Actions:
@@ -38,16 +41,16 @@ class Actions:
     def _say(self, text: str, hint: str = "", kind: str = "notice") -> None:
         self._app.chat.status = StatusView(kind, text, hint)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> None:
         """Carry something out that waits for the daemon, and say why where it refuses."""
 
         async def guarded() -> None:
             try:
-                await work
+                await work(*args, **kwargs)
             except ChatdError as error:
                 self._app.show_error(error)
 
-        self._app.run_worker(guarded(), group="commands")
+        run_beside(self._app, guarded, group="commands")
 
     # Messages.
 
@@ -68,7 +71,7 @@ class Actions:
         selected = self._app.chat.transcript.selected
         item = selected.id if selected is not None and selected.role != "system" else None
         self._say("asking again", kind="busy")
-        self._start(self._app.link.regenerate(item, params))
+        self._start(self._app.link.regenerate, item, params)
 
     async def go_on(self, _: str) -> None:
         """Go on from an answer that was cut short."""
@@ -80,7 +83,7 @@ class Actions:
             self._say("the answer is complete", "/regenerate has it again")
             return
         self._say("going on", kind="busy")
-        self._start(self._app.link.go_on(item))
+        self._start(self._app.link.go_on, item)
 
     async def branch(self, argument: str) -> None:
         """Show the version before or after."""
@@ -103,7 +106,7 @@ class Actions:
 
     def show_branch(self, leaf: str) -> None:
         """Show the branch that ends at a message."""
-        self._start(self._app.link.select_branch(leaf))
+        self._start(self._app.link.select_branch, leaf)
 
     async def fork(self, argument: str) -> None:
         """Make a conversation of the messages up to here, and show it."""
@@ -116,7 +119,7 @@ class Actions:
             at = ended[-1] if ended else None
         info = self._app.link.info
         title = argument or (f"{info.title[: MAX_TITLE - 20]} (fork)" if info is not None and info.title else None)
-        self._start(self._fork(at, title[:MAX_TITLE] if title else None))
+        self._start(self._fork, at, title[:MAX_TITLE] if title else None)
 
     async def _fork(self, at: ItemView | None, title: str | None) -> None:
         link = self._app.link
@@ -170,7 +173,7 @@ class Actions:
 
     async def search(self, argument: str) -> None:
         """Find conversations."""
-        self._start(self._search(argument[:MAX_TITLE]))
+        self._start(self._search, argument[:MAX_TITLE])
 
     async def _search(self, query: str) -> None:
         self._app.show_found(query, await self._app.daemons.search(query))
@@ -182,20 +185,20 @@ class Actions:
             self._app.link.draft = replace(self._app.link.draft, title=title)
             self._say(f"it will be called {title}")
             return
-        self._start(self._update(f"called {title} now", title=title))
+        self._start(self._update, f"called {title} now", title=title)
 
     async def pin(self, _: str) -> None:
         """Pin, or no longer."""
         info = self._app.link.info
         pinned = not (info is not None and info.pinned)
-        self._start(self._update("pinned" if pinned else "no longer pinned", pinned=pinned))
+        self._start(self._update, "pinned" if pinned else "no longer pinned", pinned=pinned)
 
     async def archive(self, _: str) -> None:
         """Archive, or no longer."""
         info = self._app.link.info
         archived = not (info is not None and info.archived)
         done = "archived; /search finds it" if archived else "no longer archived"
-        self._start(self._update(done, archived=archived))
+        self._start(self._update, done, archived=archived)
 
     async def _update(self, done: str, **changes: Any) -> None:
         await self._app.link.update(**changes)
@@ -210,7 +213,7 @@ class Actions:
             "Erase this conversation and everything that was kept of it? It cannot be brought back.",
             title,
             "erase it",
-            lambda: self._start(self._erase()),
+            lambda: self._start(self._erase),
         )
 
     async def _erase(self) -> None:
@@ -231,7 +234,7 @@ class Actions:
         if chosen is None:
             self._say(f"{clean_line(argument, 40)!r} is neither refuse nor drop-oldest", kind="warning")
         elif self._app.context.exists:
-            self._start(self._update(status_text.CONTEXT_POLICIES[chosen], context_policy=chosen))
+            self._start(self._update, status_text.CONTEXT_POLICIES[chosen], context_policy=chosen)
         else:
             link.draft = replace(link.draft, context_policy=chosen)
             self._say(status_text.CONTEXT_POLICIES[chosen])
@@ -254,7 +257,7 @@ class Actions:
         if not argument:
             open_form(self._app, "system")
         elif self._app.context.exists:
-            self._start(self._set_system(argument))
+            self._start(self._set_system, argument)
         else:
             link.draft = replace(link.draft, system=argument)
             self._say("the conversation will begin with this system prompt")
@@ -274,7 +277,7 @@ class Actions:
         params = typed_params.changed(current, argument)
         done = clean_line(typed_params.shown(params), 300) or "no parameter is set"
         if self._app.context.exists:
-            self._start(self._update(done, params=params))
+            self._start(self._update, done, params=params)
         else:
             link.draft = replace(link.draft, params=params)
             self._say(done, "from the first message on")
@@ -285,7 +288,7 @@ class Actions:
 
     async def close(self, _: str) -> None:
         """Give up the conversation's memory and keep its text; what that was is told to all who have it open."""
-        self._start(self._close())
+        self._start(self._close)
 
     async def _close(self) -> None:
         await self._app.link.close()
@@ -302,7 +305,7 @@ class Actions:
 
     async def export(self, argument: str) -> None:
         """Write the conversation to a file."""
-        self._start(self._export(argument))
+        self._start(self._export, argument)
 
     async def _export(self, name: str) -> None:
         info, items = await self._app.link.history()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from chatd.errors import ChatdError
 from chatd.protocol import PoolInspected
@@ -23,7 +24,7 @@ class CellLook:
     def __init__(
         self,
         inspect: Inspect,
-        run: Callable[[Awaitable[None]], object],
+        run: Callable[[Callable[[], Coroutine[Any, Any, None]]], object],
         on_answer: Callable[[PoolInspected | ChatdError], None],
     ) -> None:
         self._inspect = inspect
@@ -37,7 +38,7 @@ class CellLook:
         self._wanted = (cell, blocks_per_cell)
         if not self._is_asking:
             self._is_asking = True
-            self._run(self._ask())
+            self._run(self._ask)
 
     def leave(self) -> None:
         """Ask no more; an answer that still comes is not shown."""

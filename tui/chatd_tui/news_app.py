@@ -25,6 +25,7 @@ from chatd.protocol import (
     SessionUpdated,
 )
 from chatd_tui import messages, status_text
+from chatd_tui.background import run_beside
 from chatd_tui.conversation import Conversation
 from chatd_tui.fault_report import FaultReport
 from chatd_tui.keymap import Keymap
@@ -75,7 +76,7 @@ class NewsApp(FaultReport, App[None], inherit_bindings=False):
 
     def stay_connected(self) -> None:
         """Stay connected to every daemon, and have the list as it is elsewhere too, while one sees it."""
-        self.run_worker(self.daemons.run(), name="links", exit_on_error=True)
+        run_beside(self, self.daemons.run, group="links")
         self.set_interval(LIST_S, self._refresh_sessions)
 
     async def on_unmount(self) -> None:
@@ -130,7 +131,7 @@ class NewsApp(FaultReport, App[None], inherit_bindings=False):
             # Everybody was detached; who looks at it goes on looking.
             await self.link.open(message.session, self.link.role)
         if isinstance(event, ResponseCompleted | ResponseIncomplete):
-            self.run_worker(self.link.refresh_sessions(), group="list", exclusive=True)
+            run_beside(self, self.link.refresh_sessions, group="list", exclusive=True)
 
     def on_session_lost(self, message: messages.SessionLost) -> None:
         """Let the next message begin a conversation."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chatd.errors import ChatdError
 from chatd_tui import status_text
 from chatd_tui.attachments import Attachment, attachments, with_attachments
+from chatd_tui.background import run_beside
 from chatd_tui.link import not_connected
 from chatd_tui.widgets.composer import too_long
 from chatd_tui.widgets.status import StatusView
@@ -56,7 +58,7 @@ class Sending:
         """Show which files would be sent: what names them may have been pasted."""
 
         def attach() -> None:
-            self._app.run_worker(self._send_with(text, editing, files), group="commands")
+            run_beside(self._app, partial(self._send_with, text, editing, files), group="commands")
 
         names = "\n".join(f"{file.name} ({file.size_bytes} bytes)" for file in files)
         self._app.ask(
@@ -102,7 +104,7 @@ class Sending:
             app.link.send(text)
         else:
             app.chat.composer.end_edit()
-            app.run_worker(self._send_edit(editing, text), group="commands")
+            run_beside(app, partial(self._send_edit, editing, text), group="commands")
 
     async def _send_edit(self, item: str, text: str) -> None:
         try:

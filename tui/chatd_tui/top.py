@@ -12,6 +12,7 @@ from chatd.client import ConnectionPhase
 from chatd.config import Server
 from chatd.errors import ChatdError
 from chatd_tui import messages
+from chatd_tui.background import run_beside
 from chatd_tui.fault_report import FaultReport
 from chatd_tui.link import DaemonLink
 from chatd_tui.screens.pool import KEYS as PAGE_KEYS
@@ -48,7 +49,7 @@ class PoolApp(FaultReport, App[ChatdError | None]):
 
     def on_mount(self) -> None:
         """Connect."""
-        self.run_worker(self.link.run(), name="link", exit_on_error=True)
+        run_beside(self, self.link.run, group="link")
 
     async def on_unmount(self) -> None:
         """End what the link still runs."""

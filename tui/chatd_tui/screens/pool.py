@@ -16,6 +16,7 @@ from chatd.clean import clean_line
 from chatd.client import PoolState
 from chatd.errors import ChatdError
 from chatd.protocol import PoolInspected
+from chatd_tui.background import run_beside
 from chatd_tui.cell_look import CellLook, Inspect
 from chatd_tui.pool_moments import PoolPlayer
 from chatd_tui.screens.page import Page
@@ -116,7 +117,7 @@ class PoolScreen(Page[None]):
         self._with_facts = self._with_map and "pool.inspect" in caps
         self._watch = watch
         self._cells_wanted: int | None = None
-        self._look = CellLook(inspect, lambda asking: self.run_worker(asking, group="cell"), self._on_answer)
+        self._look = CellLook(inspect, lambda asking: run_beside(self, asking, group="cell"), self._on_answer)
         self._facts: PoolInspected | None = None
         self._note = ""
 
