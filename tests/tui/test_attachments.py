@@ -55,6 +55,14 @@ def test_each_file_is_a_block_that_its_text_cannot_end(folder: Path) -> None:
     )
 
 
+def test_only_names_of_files_lose_their_at(folder: Path) -> None:
+    (folder / "a.txt").write_text("x")
+    text = "Mail ann@a.txt about @a.txt, not @a.txt.old"
+    assert with_attachments(text, attachments(text, folder), LIMIT) == (
+        "Mail ann@a.txt about a.txt, not @a.txt.old\n\na.txt:\n```txt\nx\n```"
+    )
+
+
 @pytest.mark.parametrize(
     ("data", "said"),
     [
@@ -91,6 +99,8 @@ def test_names_are_completed_into_folders_and_with_quotes(folder: Path) -> None:
     assert texts("@src/main.py") == []
     assert texts('@"two w') == ['@"two words.txt"']
     assert texts("@.h") == ["@.hidden"]
+    assert texts("@src/main.py and @ada and @sr") == ["@src/main.py and @ada and @src/"]
+    assert texts('@"two words.txt" and @"tw') == ['@"two words.txt" and @"two words.txt"']
     assert texts("me@src") == texts("@nowhere/x") == texts("@src/main.py and") == texts("no") == []
 
 

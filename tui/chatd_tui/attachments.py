@@ -23,7 +23,7 @@ MAX_SCANNED = 2000
 MAX_OFFERED = 50
 FRAME_OVERHEAD_BYTES = 1024
 _NAMED = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|([^\s@"]\S*))')
-_BEGUN = re.compile(r'(?<!\S)@("?)([^"\n]*)\Z')
+_BEGUN = re.compile(r'(?<!\S)@(?:"([^"\n]*)|([^\s"]*))\Z')
 _EXPLICIT = ("/", "./", "../", "~")
 _TRAILING = ".,;:!?)"
 
@@ -79,9 +79,14 @@ def with_attachments(text: str, files: list[Attachment], limit_bytes: int) -> st
     """
     sizes = ", ".join(f"{file.name} has {file.size_bytes}" for file in files)
     blocks = [_block(file, limit_bytes) for file in files]
-    for file in files:
-        text = text.replace(f"@{file.typed}", file.typed)
-    message = "\n\n".join([text, *blocks])
+    typed = {file.typed for file in files}
+
+    def plain(match: re.Match[str]) -> str:
+        name = match.group()[1:]
+        return name if name in typed or name.rstrip(_TRAILING) in typed else match.group()
+
+    # Names alone: `ann@a.txt` and `@a.txt.old` are words, also where `@a.txt` is a file.
+    message = "\n\n".join([_NAMED.sub(plain, text), *blocks])
     size = len(msgspec.json.encode(message)) + FRAME_OVERHEAD_BYTES
     if size > limit_bytes:
         raise InvalidRequest(
@@ -94,9 +99,10 @@ def with_attachments(text: str, files: list[Attachment], limit_bytes: int) -> st
 def completions(text: str, folder: Path) -> list[Suggestion]:
     """Return what a begun `@path` at the end of a text can become; a folder can be gone into."""
     begun = _BEGUN.search(text)
-    if begun is None or (not begun.group(1) and re.search(r"\s", begun.group(2))):
+    if begun is None:
         return []
-    typed = begun.group(2)
+    quoted, bare = begun.groups()
+    typed = bare if quoted is None else quoted
     head, name = os.path.split(typed)
     place = folder / Path(os.path.expanduser(head))
     rows: list[tuple[str, bool, int]] = []
@@ -112,7 +118,7 @@ def completions(text: str, folder: Path) -> list[Suggestion]:
     offered = []
     for found, is_folder, size in sorted(rows)[:MAX_OFFERED]:
         path = os.path.join(head, found) + ("/" if is_folder else "")
-        open_quote = '"' if begun.group(1) or re.search(r"\s", path) else ""
+        open_quote = '"' if quoted is not None or re.search(r"\s", path) else ""
         close_quote = "" if is_folder else open_quote
         label = clean_line(found + ("/" if is_folder else ""), 60)
         offered.append(
