@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
@@ -70,6 +71,9 @@ def ask(
 def top(
     once: Annotated[bool, typer.Option("--once", help="Print the pool as it is now, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --once: one JSON object, for scripts.")] = False,
+    keymap: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keys of your own (default: keymap.toml).")
+    ] = None,
     url: UrlOption = None,
     key: KeyOption = None,
 ) -> None:
@@ -93,7 +97,7 @@ def top(
             f"the terminal client is not installed ({error.name} is missing)",
             hint='pip install "chatd[tui]"; `chatd top --once` does without',
         ) from None
-    run_pool(address, key)
+    run_pool(address, key, keymap)
 
 
 def _print_pool(address: str, key: str | None, as_json: bool) -> None:

@@ -21,8 +21,10 @@ from chatd.server import openai_schema
 from chatd.server.app import ROUTES
 from chatd.server.websocket import CAPS
 from chatd_tui.command_table import COMMANDS
+from chatd_tui.commands import key_name
 from chatd_tui.keymap import DEFAULT
-from chatd_tui.screens.help import KEYS, POOL_KEYS
+from chatd_tui.page_keys import POOL_KEYS
+from chatd_tui.screens.help import KEYS
 from chatd_tui.widgets.pool_map import GLYPHS
 
 ROOT = Path(__file__).parent.parent
@@ -204,9 +206,9 @@ def test_the_keys_and_marks_of_the_terminal_are_all_named() -> None:
         for name in re.split(r", (?:or )?", names):
             assert name.replace("\\", "`\\`") in text, name
     pool_page = section("terminal", "## The pool page")
-    for names, _ in POOL_KEYS:
-        for name in re.split(r",? (?:or|and) |, ", names):
-            assert name in pool_page, name
+    ((_, rows),) = [table for table in tables(pool_page) if table[0] == ["name", "keys", "does"]]
+    shown = [(name.strip("`"), [key.strip("`") for key in keys.split(", ")], does) for name, keys, does in rows]
+    assert shown == [(key.name, [key_name(each) for each in key.keys], key.help) for key in POOL_KEYS]
     assert column(pool_page, "cell") == {*GLYPHS.values()}
     assert {name for name in column(PAGES["terminal"], "variable") if name.startswith("CHATD_")} <= CLIENT_VARIABLES
 

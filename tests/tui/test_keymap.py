@@ -15,6 +15,7 @@ from chatd_tui.keymap import DEFAULT
 from chatd_tui.keymap_file import canonical, load_keymap, read_keymap
 from chatd_tui.screens.help import HelpScreen
 from chatd_tui.screens.pool import PoolScreen
+from chatd_tui.widgets.key_line import KeyLine
 from chatd_tui.widgets.status import StatusView
 from chatd_tui.widgets.welcome import Welcome
 
@@ -112,7 +113,10 @@ def test_every_command_can_have_a_key() -> None:
         ('[message]\n"edit now" = "E"', "my.toml:2: /edit takes nothing after its name"),
         ('[message]\nedit = "tab"', "my.toml:2: Tab goes back to the input, always"),
         ('[message]\nedit = "/"', "my.toml:2: / begins a command, always"),
-        ('[shortcuts]\npool = "f6"', "my.toml:1: there is no table [shortcuts]; there are [keys] and [message]"),
+        (
+            '[shortcuts]\npool = "f6"',
+            "my.toml:1: there is no table [shortcuts]; there are [keys], [message] and [pool]",
+        ),
         ('\nkeys = "f6"', "my.toml:2: there is no table [keys]"),
         ('keys.pooll = "f6"', "my.toml:1: there is no command 'pooll'"),
         ('keys = { pooll = "f6" }', "my.toml: there is no command 'pooll'"),
@@ -208,3 +212,83 @@ async def test_esc_leaves_what_is_open_and_stops_nothing_where_another_key_does(
 def test_a_file_that_is_nested_too_deeply_is_refused() -> None:
     with pytest.raises(ConfigError, match="nested too deeply"):
         read_keymap("keys = " + "[" * 20_000)
+
+
+def test_the_pool_pages_keys_move_and_its_bottom_line_with_them() -> None:
+    keymap = read_keymap('[pool]\nlook = ["enter", "l"]\npause = "ctrl+j"\nleft = "h"\nearlier = []\nlater = []\n')
+    assert keymap.pool_keys["look"] == ("enter", "l")
+    assert keymap.moved() == {
+        "pool.look": "enter,l",
+        "pool.pause": "ctrl+j",
+        "pool.left": "h",
+        "pool.earlier": "unbound-pool.earlier",
+        "pool.later": "unbound-pool.later",
+    }
+    assert keymap.pool_bottom("back", frozenset({"pool.inspect"})) == (
+        ("Esc", "back", True),
+        ("h ↑ ↓ →", "point", True),
+        ("Enter", "look inside", False),
+        ("Ctrl+J", "pause", True),
+        ("PgUp PgDn", "scroll", True),
+        ("F1", "help", True),
+        ("^Q", "quit", True),
+    )
+    assert DEFAULT.pool_bottom("quit")[1] == ("←↑↓→", "point", True)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[pool]\npaus = "x"', "k:2: nothing on the pool page is called 'paus'; did you mean pause?"),
+        ('[pool]\npause = "escape"', "k:2: Esc leaves what is open, always"),
+        ('[pool]\npause = "ctrl+c"', "k:2: Ctrl+C copies, and quits, always"),
+        (
+            '[pool]\npause = "q"',
+            "k:2: q is the key of close on the pool page already; give that another one, or none: "
+            "close = [] under [pool]",
+        ),
+        (
+            '[pool]\npause = "f1"',
+            "k:2: F1 is the key of /help already; give that another one, or none: help = [] under [keys]",
+        ),
+        ('[pool]\nlook = "f9"\n[keys]\npool = "f9"', "k:2: F9 is the key of /pool already"),
+    ],
+)
+def test_a_mistake_with_the_pool_pages_keys_is_said_with_its_line(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_keymap(text, "k")
+    assert caught.value.message.startswith(said)
+
+
+def test_a_command_that_does_nothing_on_the_pool_page_may_share_a_key_with_it() -> None:
+    keymap = read_keymap('[pool]\npause = "ctrl+n"')
+    assert keymap.keys["new"] == keymap.pool_keys["pause"] == ("ctrl+n",)
+
+
+async def test_moved_keys_work_on_the_pool_page_and_its_help_says_so(
+    daemon: ScriptedDaemon, tmp_path: Path, wait_until
+) -> None:
+    text = '[keys]\npool = "f6"\n[pool]\npause = "ctrl+n"\nlook = ["l", "space"]\nclose = "x"\n'
+    app = ChatApp(daemon.url, copies=tmp_path, keymap=read_keymap(text))
+    async with app.run_test(size=(110, 60)) as pilot:
+        await wait_until(lambda: app.is_running and app.chat.title_bar.view.phase == "connected")
+        await pilot.press("f6")
+        await wait_until(lambda: isinstance(app.screen, PoolScreen) and app.screen.player.shown is not None)
+        page = app.screen
+        await pilot.press("ctrl+n")
+        assert page.player.is_paused
+        assert not page.has_class("-cell")
+        await pilot.press("space")
+        assert page.has_class("-cell")
+        assert ("Ctrl+N", "pause") in page.query_one(KeyLine).keys
+        await pilot.press("f1")
+        await wait_until(lambda: isinstance(app.screen, HelpScreen))
+        shown = str(app.screen.query_one(Static).render()).split("\n")
+        assert shown[0] == "On the pool page"
+        assert any(line.split()[:3] == ["look", "l,", "Space"] for line in shown)
+        await pilot.press("q")
+        await wait_until(lambda: app.screen is page)
+        await pilot.press("q")
+        assert app.screen is page
+        await pilot.press("x")
+        await wait_until(lambda: app.screen is app.chat)

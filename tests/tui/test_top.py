@@ -8,6 +8,8 @@ from chatd import protocol as p
 from chatd.errors import AuthenticationError
 from chatd.testing.scripted_daemon import ScriptedDaemon
 from chatd.testing.scripted_session import ScriptedSession
+from chatd_tui.keymap_file import read_keymap
+from chatd_tui.screens.help import HelpScreen
 from chatd_tui.screens.pool import PoolScreen
 from chatd_tui.top import PoolApp
 
@@ -77,3 +79,23 @@ async def test_the_command_draws_in_a_terminal_and_quits(make_terminal, wait_unt
         terminal.write(b"q")
         await wait_until(lambda: terminal.process.returncode is not None)
         assert terminal.process.returncode == 0
+
+
+async def test_the_keymap_file_holds_here_too_and_f1_lists_the_keys(daemon: ScriptedDaemon, wait_until) -> None:
+    app = PoolApp(daemon.url, keymap=read_keymap('[keys]\nquit = "f10"\n[pool]\npause = "p"\nclose = []'))
+    async with app.run_test(size=(120, 36)) as pilot:
+        await wait_until(lambda: isinstance(app.screen, PoolScreen) and app.screen.player.shown is not None)
+        page = app.screen
+        await pilot.press("f1")
+        await wait_until(lambda: isinstance(app.screen, HelpScreen))
+        shown = str(app.screen.query_one(Static).render()).split("\n")
+        assert any(line.split()[:2] == ["pause", "p"] for line in shown)
+        assert not any("/fork" in line for line in shown)
+        await pilot.press("enter")
+        await wait_until(lambda: app.screen is page)
+        await pilot.press("p")
+        assert page.player.is_paused
+        await pilot.press("ctrl+q", "q")
+        assert app.is_running
+        await pilot.press("f10")
+        await wait_until(lambda: not app.is_running)

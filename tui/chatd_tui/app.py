@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -29,7 +30,7 @@ from chatd_tui.keys import recognize_alt_enter
 from chatd_tui.news_app import NewsApp
 from chatd_tui.palette import CommandProvider
 from chatd_tui.screens.found import FoundScreen
-from chatd_tui.screens.help import ConfirmScreen, HelpScreen, LinkScreen
+from chatd_tui.screens.help import ConfirmScreen, HelpScreen, LinkScreen, help_lines
 from chatd_tui.screens.pool import PoolScreen
 from chatd_tui.sending import Sending
 from chatd_tui.terminal_size import forget_exported_size
@@ -253,13 +254,14 @@ class ChatApp(NewsApp, inherit_bindings=False):
         async def closed(_: None) -> None:
             await self.link.unwatch_page()
 
-        page = PoolScreen(hello.model.block_size, hello.caps, self.link.watch_page, self.link.inspect_cell)
+        page = PoolScreen(hello.model.block_size, hello.caps, self.link.watch_page, self.link.inspect_cell, self.keymap)
         self.push_screen(page, closed)
 
     def open_help(self) -> None:
         """List the commands and keys."""
         if not isinstance(self.screen, HelpScreen):
-            self.push_screen(HelpScreen(self.context, self.keymap))
+            on_pool_page = isinstance(self.screen, PoolScreen)
+            self.push_screen(HelpScreen(partial(help_lines, self.context, self.keymap, on_pool_page=on_pool_page)))
 
     def on_link_chosen(self, message: messages.LinkChosen) -> None:
         """Ask before a link is opened, and open nothing but web pages."""

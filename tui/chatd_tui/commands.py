@@ -16,7 +16,7 @@ from typing import Any
 _COMMAND_LINE = re.compile(r"/([A-Za-z][A-Za-z-]*)?(?:[ \t]+(.*)|\n(.*))?\Z", re.DOTALL)
 TOO_OLD = "this daemon is too old for that"
 _KEY_NAMES = {"escape": "Esc", "left": "←", "right": "→", "up": "↑", "down": "↓"}
-_KEY_NAMES |= {"pageup": "PageUp", "pagedown": "PageDown"}
+_KEY_NAMES |= {"pageup": "PgUp", "pagedown": "PgDn"}
 
 
 @dataclass(frozen=True)

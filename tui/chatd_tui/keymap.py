@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from textual.binding import Binding
 
 from chatd_tui.command_table import BOTTOM, COMMANDS
 from chatd_tui.commands import Command, key_name
+from chatd_tui.page_keys import POOL_KEYS, PageKey
 
 LEAVE = "escape"
 """Leaves what is open, always; where nothing is, it stops the answer unless /stop has other keys."""
+
+ON_POOL_PAGE = ("pool", *(command.name for command in COMMANDS if command.anywhere))
+"""The commands whose keys work on the pool page too; the pool's own closes it."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +26,12 @@ class Keymap:
     Attributes:
         keys: Of each command's name: those that work wherever the conversation is.
         message_keys: What a key does to a selected message: a command's name and what stands after it.
+        pool_keys: Of each name in `POOL_KEYS`: those that work on the pool page.
     """
 
     keys: Mapping[str, tuple[str, ...]]
     message_keys: Mapping[str, tuple[str, str]]
+    pool_keys: Mapping[str, tuple[str, ...]]
 
     def names(self, command: Command) -> list[str]:
         """Return the names of a command's keys; those of a selected message last."""
@@ -55,6 +61,25 @@ class Keymap:
         shown = [("↑↓", "select"), (versions, "versions"), *own, ("/", "command"), ("Esc", "back")]
         return tuple((keys, meaning) for keys, meaning in shown if keys)
 
+    def pool_bottom(self, leave: str, missing: frozenset[str] = frozenset()) -> tuple[tuple[str, str, bool], ...]:
+        """Return the keys of the pool page's bottom line, what they do, and whether they do that here.
+
+        Args:
+            leave: What Esc does.
+            missing: What the daemon does not offer, of its `hello.caps`.
+        """
+        together: dict[str, list[PageKey]] = {}
+        for page_key in POOL_KEYS:
+            if page_key.short and self.pool_keys[page_key.name]:
+                together.setdefault(page_key.short, []).append(page_key)
+        rows = [("Esc", leave, True)]
+        for short, of_one_word in together.items():
+            names = [key_name(self.pool_keys[page_key.name][0]) for page_key in of_one_word]
+            between = "" if all(name in "←↑↓→" for name in names) else " "
+            rows.append((between.join(names), short, of_one_word[0].cap not in missing))
+        rows += [(_short(self.keys[name][0]), name, True) for name in ("help", "quit") if self.keys[name]]
+        return tuple(rows)
+
     def stops(self) -> bool:
         """Whether Esc stops the answer where there is nothing to leave."""
         return LEAVE in self.keys["stop"]
@@ -62,9 +87,12 @@ class Keymap:
     def moved(self) -> dict[str, str]:
         """Return the keys that are not the registry's, as Textual takes them."""
         return {
-            command.name: ",".join(_bound(command, self.keys[command.name]))
-            for command in COMMANDS
-            if self.keys[command.name] != command.keys
+            ident: ",".join(_bound(ident, now))
+            for ident, keys, now in [
+                *((command.name, command.keys, self.keys[command.name]) for command in COMMANDS),
+                *((page_key.binding, page_key.keys, self.pool_keys[page_key.name]) for page_key in POOL_KEYS),
+            ]
+            if now != keys
         }
 
 
@@ -73,7 +101,7 @@ def bindings() -> list[Binding]:
     return [
         # Before whatever has the keyboard, which may take such a key for itself.
         Binding(
-            ",".join(_bound(command, command.keys)),
+            ",".join(_bound(command.name, command.keys)),
             f"command('{command.name}')",
             command.help,
             id=command.name,
@@ -84,14 +112,27 @@ def bindings() -> list[Binding]:
     ]
 
 
-def _bound(command: Command, keys: Sequence[str]) -> tuple[str, ...]:
+def pool_bindings() -> Iterator[Binding]:
+    """Give what the keys of the pool page do; `App.set_keymap` moves them as well."""
+    for page_key in POOL_KEYS:
+        keys = ",".join(_bindable(key) for key in page_key.keys)
+        yield Binding(keys, page_key.action, page_key.help, id=page_key.binding, show=False)
+
+
+def _bound(ident: str, keys: Sequence[str]) -> tuple[str, ...]:
     """Return the keys to bind: one that no terminal has where there is none, so that the command can get one."""
-    return tuple(key for key in keys if key != LEAVE) or (f"unbound-{command.name}",)
+    return tuple(_bindable(key) for key in keys if key != LEAVE) or (f"unbound-{ident}",)
+
+
+def _bindable(key: str) -> str:
+    """Return a key by the name that it has in bindings: a comma stands between two of them there."""
+    return "comma" if key == "," else key
 
 
 DEFAULT = Keymap(
     keys={command.name: command.keys for command in COMMANDS},
     message_keys={key: (command.name, argument) for command in COMMANDS for key, argument in command.message_keys},
+    pool_keys={page_key.name: page_key.keys for page_key in POOL_KEYS},
 )
 
 

@@ -1,13 +1,15 @@
-"""The file that moves keys: TOML; `[keys]` work wherever the conversation is, `[message]` on a selected message.
+"""The file that moves keys: TOML; `[keys]` work wherever the conversation is, `[message]` on a selected message,
+`[pool]` on the pool page.
 
 A command that the file names has these keys and no others; all else stays. All that is wrong is said at once.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,10 @@ from chatd.config import keymap_path
 from chatd.errors import ConfigError
 from chatd_tui.command_table import COMMANDS
 from chatd_tui.commands import Command, find, key_name, similar
-from chatd_tui.keymap import DEFAULT, LEAVE, Keymap
+from chatd_tui.keymap import DEFAULT, LEAVE, ON_POOL_PAGE, Keymap
 from chatd_tui.keys import NEWLINE_KEYS
 
-TABLES = ("keys", "message")
+TABLES = ("keys", "message", "pool")
 _MODIFIERS = ("alt", "ctrl", "hyper", "meta", "shift", "super")
 _NAMED = frozenset(key.value for key in Keys if key.value.isalnum() and len(key.value) > 1) - {"return"}
 _FUNCTION_KEY = re.compile(r"f\d+\Z")
@@ -35,7 +37,7 @@ _MESSAGE_FIXED = dict.fromkeys(("up", "down", "pageup", "pagedown", "home", "end
     "/": "begins a command",
 }
 _HEADER = re.compile(r"\s*\[\s*([\w-]+)\s*\]")
-_ENTRY = re.compile(r"""\s*(?:(keys|message)\s*\.\s*)?(?:"([^"]*)"|'([^']*)'|([\w-]+))\s*=""")
+_ENTRY = re.compile(r"""\s*(?:(keys|message|pool)\s*\.\s*)?(?:"([^"]*)"|'([^']*)'|([\w-]+))\s*=""")
 _TOML_LINE = re.compile(r"\s*\(at line (\d+), column \d+\)")
 
 
@@ -98,9 +100,9 @@ class _Reading:
         for table, entries in tables.items():
             if table not in TABLES or not isinstance(entries, dict):
                 line = self._lines.get((table, ""), self._lines.get(("", table), 0))
-                said = f"there is no table [{clean_line(table, 40)}]; there are [keys] and [message]"
+                said = f"there is no table [{clean_line(table, 40)}]; there are [keys], [message] and [pool]"
                 self.mistakes.append((line, said))
-        keymap = Keymap(self._read_keys(tables), self._read_message_keys(tables))
+        keymap = Keymap(self._read_keys(tables), self._read_message_keys(tables), self._read_pool_keys(tables))
         self._check_conflicts(keymap)
         return keymap
 
@@ -108,7 +110,7 @@ class _Reading:
         keys = dict(DEFAULT.keys)
         for entry, value, line in self._entries(tables, "keys"):
             command = self._command(entry, line)
-            given = self._keys(value, line, is_message=False, stops=command is not None and command.name == "stop")
+            given = self._keys(value, line, "keys", stops=command is not None and command.name == "stop")
             if command is not None:
                 keys[command.name] = given
                 self._given |= {("keys", key): line for key in given}
@@ -120,7 +122,7 @@ class _Reading:
         for entry, value, line in self._entries(tables, "message"):
             name, _, argument = entry.partition(" ")
             command = self._command(name, line)
-            keys = self._keys(value, line, is_message=True)
+            keys = self._keys(value, line, "message")
             if command is not None:
                 does = (command.name, argument.strip())
                 if does[1] and not command.hint:
@@ -133,6 +135,19 @@ class _Reading:
             message_keys[key] = does
             self._given["message", key] = line
         return message_keys
+
+    def _read_pool_keys(self, tables: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+        pool_keys = dict(DEFAULT.pool_keys)
+        for name, value, line in self._entries(tables, "pool"):
+            given = self._keys(value, line, "pool")
+            if name not in pool_keys:
+                near = difflib.get_close_matches(name, pool_keys, n=2, cutoff=0.5)
+                hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(pool_keys)}"
+                self.mistakes.append((line, f"nothing on the pool page is called {clean_line(name, 40)!r}; {hint}"))
+            else:
+                pool_keys[name] = given
+                self._given |= {("pool", key): line for key in given}
+        return pool_keys
 
     def _entries(self, tables: Mapping[str, Any], table: str) -> list[tuple[str, Any, int]]:
         entries = tables.get(table)
@@ -148,7 +163,7 @@ class _Reading:
             self.mistakes.append((line, f"there is no command {clean_line(name, 40)!r}{hint}"))
         return command
 
-    def _keys(self, value: Any, line: int, *, is_message: bool, stops: bool = False) -> tuple[str, ...]:
+    def _keys(self, value: Any, line: int, table: str, *, stops: bool = False) -> tuple[str, ...]:
         typed = [value] if isinstance(value, str) else value
         if not isinstance(typed, list) or not all(isinstance(key, str) for key in typed):
             self.mistakes.append((line, 'keys are a text such as "ctrl+o", or a list of such; [] is none'))
@@ -158,7 +173,7 @@ class _Reading:
             key = canonical(text)
             if key is None:
                 self.mistakes.append((line, f"{clean_line(text, 40)!r} is no key; keys are such as ctrl+o, alt+x, f6"))
-            elif (reason := _refusal(key, is_message=is_message)) and not (stops and key == LEAVE):
+            elif (reason := _refusal(key, table)) and not (stops and key == LEAVE):
                 self.mistakes.append((line, f"{key_name(key)} {reason}"))
             else:
                 keys.append(key)
@@ -167,21 +182,36 @@ class _Reading:
     def _conflict(self, line: int, key: str, other: str, table: str) -> None:
         entry = f'"{other}"' if " " in other else other
         hint = f"give that another one, or none: {entry} = [] under [{table}]"
-        self.mistakes.append((line, f"{key_name(key)} is the key of /{other} already; {hint}"))
+        what = f"{other} on the pool page" if table == "pool" else f"/{other}"
+        self.mistakes.append((line, f"{key_name(key)} is the key of {what} already; {hint}"))
 
     def _check_conflicts(self, keymap: Keymap) -> None:
-        owners: dict[str, list[str]] = {}
-        for name, keys in keymap.keys.items():
-            for key in keys:
-                owners.setdefault(key, []).append(name)
+        owners = self._check_one_owner(keymap.keys, DEFAULT.keys, "keys")
+        of_pool = self._check_one_owner(keymap.pool_keys, DEFAULT.pool_keys, "pool")
         for key, names in owners.items():
             line = self._given.get(("keys", key), 0)
-            if len(names) > 1:
-                # The one that had it before is named.
-                had = next((name for name in names if key in DEFAULT.keys[name]), names[0])
-                self._conflict(line, key, had, "keys")
             if key in keymap.message_keys:
                 self._conflict(self._given.get(("message", key), line), key, names[0], "keys")
+            if key in of_pool and names[0] in ON_POOL_PAGE:
+                if pool_line := self._given.get(("pool", key)):
+                    self._conflict(pool_line, key, names[0], "keys")
+                else:
+                    self._conflict(line, key, of_pool[key][0], "pool")
+
+    def _check_one_owner(
+        self, keys: Mapping[str, Sequence[str]], before: Mapping[str, Sequence[str]], table: str
+    ) -> dict[str, list[str]]:
+        """Return whose each key is in a table, which should be one name each."""
+        owners: dict[str, list[str]] = {}
+        for name, of_name in keys.items():
+            for key in of_name:
+                owners.setdefault(key, []).append(name)
+        for key, names in owners.items():
+            if len(names) > 1:
+                # The one that had it before is named.
+                had = next((name for name in names if key in before[name]), names[0])
+                self._conflict(self._given.get((table, key), 0), key, had, table)
+        return owners
 
 
 def canonical(text: str) -> str | None:
@@ -202,13 +232,15 @@ def canonical(text: str) -> str | None:
     return "+".join([*sorted(modifiers), last])
 
 
-def _refusal(key: str, *, is_message: bool) -> str:
-    """Say why a key cannot be given to a command; "" where it can."""
+def _refusal(key: str, table: str) -> str:
+    """Say why a key cannot be given to something in a table; "" where it can."""
     if key in _SENT_FOR:
         return f"cannot be told from {_SENT_FOR[key]}, which terminals send for it"
-    if key in _FIXED:
+    if key in _FIXED and not (table == "pool" and key in NEWLINE_KEYS):
         return f"{_FIXED[key]}, always"
-    if is_message:
+    if table == "pool":
+        return ""
+    if table == "message":
         return f"{_MESSAGE_FIXED[key]}, always" if key in _MESSAGE_FIXED else ""
     *modifiers, last = key.split("+") if len(key) > 1 else [key]
     if _FUNCTION_KEY.match(last) or set(modifiers) - {"shift"}:

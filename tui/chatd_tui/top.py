@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
 from textual.app import App, ComposeResult
@@ -14,14 +17,17 @@ from chatd.errors import ChatdError
 from chatd_tui import messages
 from chatd_tui.background import run_beside
 from chatd_tui.fault_report import FaultReport
+from chatd_tui.keymap import DEFAULT, Keymap, bindings, pool_bindings
+from chatd_tui.keymap_file import load_keymap
 from chatd_tui.link import DaemonLink
-from chatd_tui.screens.pool import KEYS as PAGE_KEYS
+from chatd_tui.screens.help import HelpScreen, pool_help_lines
 from chatd_tui.screens.pool import PoolScreen
 from chatd_tui.status_text import connection_text
 from chatd_tui.terminal_size import forget_exported_size
 from chatd_tui.theme import CHATD
 
-KEYS = (("Esc", "quit"), *(key for key in PAGE_KEYS if key[0] not in ("F1", "^Q")))
+QUITS = ("quit", "pool", "pool.close")
+"""What of the keymap ends this: there is nothing to go back to."""
 
 
 class PoolApp(FaultReport, App[ChatdError | None]):
@@ -30,14 +36,24 @@ class PoolApp(FaultReport, App[ChatdError | None]):
     Args:
         url: Of the daemon.
         key: Sent as a bearer token.
+        keymap: The keys of the pool page, and those of the commands that work here.
     """
 
     TITLE = "chatd top"
     ENABLE_COMMAND_PALETTE = False
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,ctrl+c,ctrl+q", "quit", "Quit", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,ctrl+c", "quit", "Quit", show=False),
+        *(
+            replace(binding, action="help" if binding.id == "help" else "quit")
+            for binding in (*bindings(), *pool_bindings())
+            if binding.id in (*QUITS, "help")
+        ),
+    ]
 
-    def __init__(self, url: str, key: str | None = None) -> None:
+    def __init__(self, url: str, key: str | None = None, keymap: Keymap = DEFAULT) -> None:
         super().__init__()
+        self.keymap = keymap
+        self.set_keymap(keymap.moved())
         self.register_theme(CHATD)
         self.theme = CHATD.name
         self.link = DaemonLink(Server("", url, lambda: key), self.post_message)
@@ -63,7 +79,9 @@ class PoolApp(FaultReport, App[ChatdError | None]):
             return
         if self.page is None and hello is not None:
             link = self.link
-            self.page = PoolScreen(hello.model.block_size, hello.caps, link.watch_page, link.inspect_cell, KEYS)
+            self.page = PoolScreen(
+                hello.model.block_size, hello.caps, link.watch_page, link.inspect_cell, self.keymap, leave="quit"
+            )
             self.push_screen(self.page, lambda _: self.exit())
         text = connection_text(state)
         if self.page is None:
@@ -76,14 +94,25 @@ class PoolApp(FaultReport, App[ChatdError | None]):
         if self.page is not None:
             self.page.show(message.state)
 
+    def action_help(self) -> None:
+        """List the keys."""
+        if not isinstance(self.screen, HelpScreen):
+            self.push_screen(HelpScreen(partial(pool_help_lines, self.keymap)))
 
-def run_pool(url: str, key: str | None = None) -> None:
+
+def run_pool(url: str, key: str | None = None, keymap: Path | None = None) -> None:
     """Show the pool in this terminal until the person quits.
 
+    Args:
+        url: Of the daemon.
+        key: Sent as a bearer token.
+        keymap: The file that moves keys; the usual one, where none is named.
+
     Raises:
-        ChatdError: The daemon refused.
+        ChatdError: The daemon refused, or the keymap file is wrong.
     """
+    keys = load_keymap(keymap)
     forget_exported_size()
-    error = PoolApp(url, key).run()
+    error = PoolApp(url, key, keys).run()
     if error is not None:
         raise error

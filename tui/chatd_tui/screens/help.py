@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,8 +17,9 @@ from textual.widgets import Static
 from chatd.clean import clean_line
 from chatd.config import keymap_path
 from chatd_tui.command_table import COMMANDS
-from chatd_tui.commands import Context
+from chatd_tui.commands import Context, key_name
 from chatd_tui.keymap import Keymap
+from chatd_tui.page_keys import POOL_KEYS
 from chatd_tui.screens.page import Dialog
 
 KEYS = (
@@ -35,15 +36,6 @@ KEYS = (
     ("Ctrl+C", "copy the selected text; twice: quit"),
 )
 """Keys that belong to no command."""
-POOL_KEYS = (
-    ("←, ↑, ↓, →", "point at a cell of the map; a click points too, and looks inside"),
-    ("Enter", "look into the cell"),
-    ("Space", "pause, and go on"),
-    ("[ and ], or , and .", "back and on through what was; { and } by ten"),
-    ("PgUp, PgDn", "scroll the tables, or the open cell"),
-    ("Esc", "close the cell, then the page; q closes it at once"),
-)
-"""Those of the pool page."""
 USAGE_WIDTH = 28
 KEY_WIDTH = 11
 LEFT_WIDTH = 2 + USAGE_WIDTH + KEY_WIDTH + 1
@@ -51,23 +43,55 @@ SIDE_BY_SIDE = 72
 """Below that many columns, what a command does stands under it."""
 
 
-def help_lines(context: Context, keymap: Keymap, width: int = 98) -> Content:
-    """Return all keys and commands in `width` columns; what cannot be done now is faint, and says why."""
-    lines = _keys("Keys", KEYS, width)
+def help_lines(context: Context, keymap: Keymap, width: int = 98, *, on_pool_page: bool = False) -> Content:
+    """Return all keys and commands in `width` columns; what cannot be done now is faint, and says why.
+
+    Args:
+        context: What can be done now.
+        keymap: The keys as they are bound.
+        width: Columns.
+        on_pool_page: The pool page's keys are wanted first.
+    """
+    of_pool = _pool_keys(keymap, width)
+    lines = [*of_pool, Content("")] if on_pool_page else []
+    lines += _keys("Keys", KEYS, width)
     for section in dict.fromkeys(command.section for command in COMMANDS):
         lines += [Content(""), Content.styled(section, "bold $primary")]
         for command in COMMANDS:
             if command.section == section:
                 reason = command.unavailable(context)
-                keys = ", ".join(keymap.names(command))
-                usage = command.usage.ljust(USAGE_WIDTH if width >= SIDE_BY_SIDE else len(command.usage) + 1)
-                left = Content.assemble((f"  {usage}", "$faint" if reason else "bold"), (f" {keys}", "$primary"))
-                style = "$faint" if reason else "$muted"
-                lines += _row(left, LEFT_WIDTH, reason or command.help, style, width)
-    lines += [Content(""), *_keys("On the pool page", POOL_KEYS, width)]
-    lines += [Content(""), Content.styled(f"Keys of your own: {_keymap_place()}, or --keymap FILE", "$faint")]
-    lines.append(Content.styled("↑ ↓ scroll; any other key closes this", "$faint"))
-    return Content("\n").join(lines)
+                keys = keymap.names(command)
+                lines += _bound_row(command.usage, keys, reason or command.help, width, is_faint=bool(reason))
+    if not on_pool_page:
+        lines += [Content(""), *of_pool]
+    return Content("\n").join([*lines, Content(""), *_last_lines("")])
+
+
+def pool_help_lines(keymap: Keymap, width: int = 98) -> Content:
+    """Return the keys of the pool page in `width` columns."""
+    return Content("\n").join([*_pool_keys(keymap, width), Content(""), *_last_lines("[pool] in ")])
+
+
+def _pool_keys(keymap: Keymap, width: int) -> list[Content]:
+    lines = [Content.styled("On the pool page", "bold $primary")]
+    for page_key in POOL_KEYS:
+        keys = [key_name(key) for key in keymap.pool_keys[page_key.name]]
+        lines += _bound_row(page_key.name, keys, page_key.help, width)
+    return [*lines, *_bound_row("", ["Esc"], "close the cell, then the page", width)]
+
+
+def _bound_row(name: str, keys: Sequence[str], meaning: str, width: int, *, is_faint: bool = False) -> list[Content]:
+    """Return what a keymap names, its keys, and what that does."""
+    padded = name.ljust(USAGE_WIDTH if width >= SIDE_BY_SIDE else len(name) + 1)
+    left = Content.assemble((f"  {padded}", "$faint" if is_faint else "bold"), (f" {', '.join(keys)}", "$primary"))
+    return _row(left, LEFT_WIDTH, meaning, "$faint" if is_faint else "$muted", width)
+
+
+def _last_lines(table: str) -> list[Content]:
+    return [
+        Content.styled(f"Keys of your own: {table}{_keymap_place()}, or --keymap FILE", "$faint"),
+        Content.styled("↑ ↓ scroll; any other key closes this", "$faint"),
+    ]
 
 
 def _keys(title: str, keys: Sequence[tuple[str, str]], width: int) -> list[Content]:
@@ -97,26 +121,23 @@ class HelpText(Static):
     """Draws all keys and commands, for the width that there is.
 
     Args:
-        context: What can be done now.
-        keymap: The keys as they are bound.
+        lines: Returns the text for a number of columns.
     """
 
-    def __init__(self, context: Context, keymap: Keymap) -> None:
+    def __init__(self, lines: Callable[[int], Content]) -> None:
         super().__init__(markup=False)
-        self._now = context
-        self._keymap = keymap
+        self._lines = lines
 
     def on_resize(self, event: events.Resize) -> None:
         """Draw for another width."""
-        self.update(help_lines(self._now, self._keymap, event.size.width))
+        self.update(self._lines(event.size.width))
 
 
 class HelpScreen(Dialog[None]):
     """Lists keys and commands; any key that does not scroll closes it.
 
     Args:
-        context: What can be done now.
-        keymap: The keys as they are bound.
+        lines: Returns them for a number of columns.
     """
 
     DEFAULT_CSS = """
@@ -130,15 +151,14 @@ class HelpScreen(Dialog[None]):
     }
     """
 
-    def __init__(self, context: Context, keymap: Keymap) -> None:
+    def __init__(self, lines: Callable[[int], Content]) -> None:
         super().__init__()
-        self._now = context
-        self._keymap = keymap
+        self._lines = lines
 
     def compose(self) -> ComposeResult:
         """Lay out."""
         with VerticalScroll():
-            yield HelpText(self._now, self._keymap)
+            yield HelpText(self._lines)
 
     def on_key(self, event: events.Key) -> None:
         """Close, unless the key scrolls."""

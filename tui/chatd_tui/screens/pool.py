@@ -18,6 +18,7 @@ from chatd.errors import ChatdError
 from chatd.protocol import PoolInspected
 from chatd_tui.background import run_beside
 from chatd_tui.cell_look import CellLook, Inspect
+from chatd_tui.keymap import DEFAULT, Keymap, pool_bindings
 from chatd_tui.pool_moments import PoolPlayer
 from chatd_tui.screens.page import Page
 from chatd_tui.widgets.key_line import KeyLine
@@ -26,16 +27,6 @@ from chatd_tui.widgets.pool_map import PoolMap, cells_for, legend
 from chatd_tui.widgets.pool_sparks import PoolSparks
 from chatd_tui.widgets.pool_tables import aged, bill_line, session_table, tenant_table, totals_line
 
-BACK = ("Esc", "back")
-KEYS = (
-    ("←↑↓→", "point"),
-    ("Enter", "look inside"),
-    ("Space", "pause"),
-    ("[ ]", "step"),
-    ("PgUp PgDn", "scroll"),
-    ("F1", "help"),
-    ("^Q", "quit"),
-)
 WIDE = 100
 LOOK_AGAIN_S = 1.0
 
@@ -48,7 +39,8 @@ class PoolScreen(Page[None]):
         caps: What the daemon offers: "pool.map" and "pool.inspect" matter here.
         watch: Called with the number of cells that fit, or None without a map.
         inspect: Asks what is in a cell.
-        keys: What the line of keys says.
+        keymap: The keys as they are bound.
+        leave: What Esc does, in a word.
 
     Attributes:
         player: What is shown of the last minute.
@@ -85,19 +77,7 @@ class PoolScreen(Page[None]):
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "back", "Back"),
-        Binding("f2,q", "close_page", "Back"),
-        Binding("left", "point(-1, 0)", "Point", show=False),
-        Binding("right", "point(1, 0)", "Point", show=False),
-        Binding("up", "point(0, -1)", "Point", show=False),
-        Binding("down", "point(0, 1)", "Point", show=False),
-        Binding("enter", "look", "Look inside", show=False),
-        Binding("space", "pause", "Pause", show=False),
-        Binding("left_square_bracket,comma", "step(-1)", "Step back", show=False),
-        Binding("right_square_bracket,full_stop", "step(1)", "Step on", show=False),
-        Binding("left_curly_bracket", "step(-10)", "Step far back", show=False),
-        Binding("right_curly_bracket", "step(10)", "Step far on", show=False),
-        Binding("pageup", "scroll_tables(-1)", "Scroll", show=False),
-        Binding("pagedown", "scroll_tables(1)", "Scroll", show=False),
+        *pool_bindings(),
     ]
 
     def __init__(
@@ -106,11 +86,13 @@ class PoolScreen(Page[None]):
         caps: Sequence[str],
         watch: Callable[[int | None], None],
         inspect: Inspect,
-        keys: Sequence[tuple[str, str]] = (BACK, *KEYS),
+        keymap: Keymap = DEFAULT,
+        leave: str = "back",
     ) -> None:
         super().__init__()
         self.player = PoolPlayer()
-        self._keys = keys
+        self._keymap = keymap
+        self._leave = leave
         self._connection = ""
         self._block_size = block_size
         self._with_map = "pool.map" in caps
@@ -137,7 +119,9 @@ class PoolScreen(Page[None]):
                     yield Static(id="tenants", markup=False)
         with VerticalScroll(id="cell-panel"):
             yield Static(id="cell", markup=False)
-        yield KeyLine(self._keys, self._missing_keys())
+        rows = self._keymap.pool_bottom(self._leave, self._missing_caps())
+        keys = [(key, meaning) for key, meaning, _ in rows]
+        yield KeyLine(keys, [key for key, _, is_here in rows if not is_here])
 
     def on_mount(self) -> None:
         """Ask for what fits, once that is known; the minute goes on although nothing comes."""
@@ -155,11 +139,11 @@ class PoolScreen(Page[None]):
         self.set_class(event.size.height < 18, "-low")
         self.call_after_refresh(self._ask)
 
-    def _missing_keys(self) -> frozenset[str]:
-        """Return the keys that do nothing with this daemon."""
+    def _missing_caps(self) -> frozenset[str]:
+        """Return what keys need that this daemon does not offer."""
         if not self._with_map:
-            return frozenset({"←↑↓→", "Enter"})
-        return frozenset() if self._with_facts else frozenset({"Enter"})
+            return frozenset({"pool.map", "pool.inspect"})
+        return frozenset() if self._with_facts else frozenset({"pool.inspect"})
 
     def _ask(self) -> None:
         if not self.is_attached:
