@@ -9,7 +9,7 @@ from chatd.engine.preemption import choose_over_block_share, choose_over_slot_sh
 from chatd.engine.request import Request
 from chatd.engine.roster import Roster
 from chatd.kvcache.block import BlockId
-from chatd.kvcache.leases import LeaseState
+from chatd.kvcache.lease import LeaseState
 from chatd.kvcache.manager import Allocation
 
 

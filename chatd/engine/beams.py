@@ -20,7 +20,8 @@ from chatd.engine.plan import RequestId
 from chatd.engine.request import Request, RequestStatus
 from chatd.engine.sampling import BeamSearch
 from chatd.errors import Unavailable
-from chatd.kvcache.leases import Lease, LeaseState, LeaseTable
+from chatd.kvcache.lease import Lease, LeaseState
+from chatd.kvcache.leases import LeaseTable
 
 
 class BeamGroup:

@@ -22,7 +22,8 @@ from chatd.engine.request import Request, RequestStatus
 from chatd.kvcache.block import BlockId
 from chatd.kvcache.block_table import BlockTable
 from chatd.kvcache.digests import Digester, LeaseNames
-from chatd.kvcache.leases import Lease, LeaseState, LeaseTable
+from chatd.kvcache.lease import Lease, LeaseState
+from chatd.kvcache.leases import LeaseTable
 from chatd.kvcache.manager import KVCacheManager
 from chatd.kvcache.tiers import HostBlock, Tiers
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from chatd.engine.block_moves import BlockMoves
 from chatd.engine.messages import PUBLIC_TENANT, Erase, Erased, EraseTenant
-from chatd.kvcache.leases import Lease, LeaseTable
+from chatd.kvcache.lease import Lease
+from chatd.kvcache.leases import LeaseTable
 from chatd.kvcache.manager import ID_TYPECODE, KVCacheManager
 
 

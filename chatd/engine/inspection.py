@@ -15,7 +15,8 @@ from chatd.engine.scheduler import Scheduler
 from chatd.engine.vocabulary import LeaseId
 from chatd.kvcache.block import BlockId, KVCacheBlock
 from chatd.kvcache.block_pool import EMPTY, SHARED
-from chatd.kvcache.leases import Lease, LeaseTable
+from chatd.kvcache.lease import Lease
+from chatd.kvcache.leases import LeaseTable
 
 
 def inspect_blocks(message: InspectBlocks, scheduler: Scheduler, now: float) -> Inspected:

@@ -11,7 +11,8 @@ from chatd.engine.request import RequestStatus
 from chatd.engine.scheduler import Scheduler
 from chatd.kvcache.block import KVCacheBlock
 from chatd.kvcache.block_pool import ACTIVE, CACHED, EMPTY, NOBODY, SHARED, Account, BlockPool
-from chatd.kvcache.leases import Lease, LeaseState, LeaseTable
+from chatd.kvcache.lease import Lease, LeaseState
+from chatd.kvcache.leases import LeaseTable
 from chatd.kvcache.prefix_index import PrefixEntry
 
 SLICE_UNITS = 2000

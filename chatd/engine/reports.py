@@ -28,7 +28,7 @@ from chatd.engine.plan import StepOutput
 from chatd.engine.request import RequestStatus
 from chatd.engine.scheduler import Scheduler
 from chatd.kvcache.holdings import holdings_of
-from chatd.kvcache.leases import Lease, LeaseState
+from chatd.kvcache.lease import Lease, LeaseState
 
 STATS_INTERVAL_S = 1.0
 

@@ -12,7 +12,7 @@ from chatd.errors import ContextLengthExceeded
 
 if TYPE_CHECKING:
     from chatd.engine.beams import BeamGroup
-    from chatd.kvcache.leases import Lease
+    from chatd.kvcache.lease import Lease
 
 
 class RequestStatus(Enum):

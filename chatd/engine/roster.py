@@ -25,7 +25,8 @@ from chatd.engine.samples import Samples
 from chatd.engine.sampling import BeamSearch
 from chatd.engine.suspects import Suspects
 from chatd.kvcache.holdings import holdings_of
-from chatd.kvcache.leases import LeaseState, LeaseTable
+from chatd.kvcache.lease import LeaseState
+from chatd.kvcache.leases import LeaseTable
 from chatd.kvcache.manager import KVCacheManager
 from chatd.kvcache.tiers import Tiers
 

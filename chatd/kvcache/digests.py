@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from hashlib import blake2b
 
 from chatd.kvcache.block_file import Origin
-from chatd.kvcache.leases import Lease
+from chatd.kvcache.lease import Lease
 from chatd.kvcache.manager import KVCacheManager
 from chatd.kvcache.prefix_index import Namespace
 

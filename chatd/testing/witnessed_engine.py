@@ -16,7 +16,7 @@ from chatd.engine.cost_model import CostParameters
 from chatd.engine.plan import PENDING_TOKEN, BlockId, Plan, RequestId, SampleSpec, StepInFlight, StepOutput
 from chatd.engine.transfer_costs import TransferCosts
 from chatd.kvcache.block_pool import Account
-from chatd.kvcache.leases import LeaseState
+from chatd.kvcache.lease import LeaseState
 from chatd.kvcache.prefix_index import MAX_ENTRIES_PER_KEY, HashFunction
 from chatd.testing.constant_hash import constant_hash
 from chatd.testing.disk import FakeDisk

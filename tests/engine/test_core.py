@@ -28,7 +28,7 @@ from chatd.engine.messages import (
 )
 from chatd.engine.sampling import SamplingParams
 from chatd.errors import ConfigError
-from chatd.kvcache.leases import LeaseState
+from chatd.kvcache.lease import LeaseState
 from chatd.kvcache.prefix_index import PrefixIndex
 from chatd.testing.engine import EngineHarness, chains_of, engine_config, sampling_params
 

@@ -3,7 +3,8 @@
 import pytest
 
 from chatd.kvcache.block_pool import BlockPool
-from chatd.kvcache.leases import LeaseState, LeaseTable
+from chatd.kvcache.lease import LeaseState
+from chatd.kvcache.leases import LeaseTable
 from chatd.kvcache.manager import KVCacheManager
 from chatd.kvcache.prefix_index import Namespace, PrefixIndex
 
