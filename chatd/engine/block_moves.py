@@ -22,10 +22,11 @@ from chatd.engine.request import Request, RequestStatus
 from chatd.kvcache.block import BlockId
 from chatd.kvcache.block_table import BlockTable
 from chatd.kvcache.digests import Digester, LeaseNames
+from chatd.kvcache.host_block import HostBlock
 from chatd.kvcache.lease import Lease, LeaseState
 from chatd.kvcache.leases import LeaseTable
 from chatd.kvcache.manager import KVCacheManager
-from chatd.kvcache.tiers import HostBlock, Tiers
+from chatd.kvcache.tiers import Tiers
 
 IDLE_SLICE_S = 2e-3
 """What one slice of copying takes while nothing runs."""

@@ -61,11 +61,12 @@ from chatd.engine.sampling import check_beam_search, check_sampling_params
 from chatd.engine.scheduler import Scheduler
 from chatd.errors import ChatdError, Conflict, InvalidRequest, NotFound, Unavailable
 from chatd.kvcache.block_pool import BlockPool
+from chatd.kvcache.disk import Disk
 from chatd.kvcache.lease import Lease, LeaseState
 from chatd.kvcache.leases import LeaseTable
 from chatd.kvcache.manager import KVCacheManager
 from chatd.kvcache.prefix_index import MAX_ENTRIES_PER_KEY, HashFunction, PrefixIndex
-from chatd.kvcache.tiers import Disk, Tiers
+from chatd.kvcache.tiers import Tiers
 
 _NO_TIME = RequestTimings(0.0, 0.0, 0.0, 0, 0)
 _CHECKED = object()

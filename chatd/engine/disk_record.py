@@ -9,8 +9,7 @@ import msgspec
 
 from chatd.kvcache.block import HostSlot
 from chatd.kvcache.block_file import Origin
-from chatd.kvcache.disk_tier import DiskResult
-from chatd.kvcache.tiers import Disk
+from chatd.kvcache.disk import Disk, DiskResult
 
 Verb = Literal["written", "read", "failed"]
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from chatd.engine.plan import PENDING_TOKEN, BlockCopy, BlockMove, Chunk, Plan
 from chatd.engine.request import Request
+from chatd.kvcache.host_block import HostBlock
 from chatd.kvcache.manager import Allocation
-from chatd.kvcache.tiers import HostBlock
 
 
 class Decision(NamedTuple):

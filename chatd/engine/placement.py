@@ -24,7 +24,7 @@ from chatd.engine.preemption import choose_victim
 from chatd.engine.prefill_order import PrefillOrder
 from chatd.engine.request import Request, RequestStatus
 from chatd.engine.roster import Roster
-from chatd.kvcache.tiers import HostBlock
+from chatd.kvcache.host_block import HostBlock
 
 
 class Placement:

@@ -19,7 +19,7 @@ from chatd.engine.disk_record import DiskAnswer, RecordedDisk
 from chatd.engine.messages import EngineMessage, FrontMessage, PoolFrame
 from chatd.engine.plan import BlockId, BlockMove, PipelinedRunner, Plan, RequestId, Runner, StepInFlight, StepOutput
 from chatd.engine.token_mask import TokenMask
-from chatd.kvcache.tiers import Disk
+from chatd.kvcache.disk import Disk
 
 SAID_BY_PLANS = frozenset({"run"})
 """Decisions that are not logged, since a plan says the same."""

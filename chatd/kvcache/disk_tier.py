@@ -19,13 +19,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 from chatd.errors import ConfigError, InvalidRequest
 from chatd.kvcache.block import HostSlot
 from chatd.kvcache.block_directory import BlockDirectory
 from chatd.kvcache.block_file import Origin as Origin
 from chatd.kvcache.block_file import RefusedBlock, file_bytes, read_block, write_block
+from chatd.kvcache.disk import DiskResult
 from chatd.kvcache.io_health import IoHealth
 
 CLOSE_S = 1.5
@@ -33,22 +33,6 @@ CLOSE_S = 1.5
 
 _SCAN_S = 0.5
 _logger = logging.getLogger("chatd.disk_tier")
-
-
-class DiskResult(NamedTuple):
-    """What came of a `write` or a `read`; each that was taken gets exactly one.
-
-    Attributes:
-        verb: "written": the slot may change again. "read": the slot holds the block. "failed": neither.
-        digest: Of the block.
-        slot: As it was given.
-        why: Of "failed", in a few words: "gone", "forgotten", "checksum", "other content", an error of the system.
-    """
-
-    verb: Literal["written", "read", "failed"]
-    digest: bytes
-    slot: HostSlot
-    why: str = ""
 
 
 @dataclass(slots=True)

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
 
 from chatd.kvcache.block import HostSlot
 from chatd.kvcache.block_file import Origin
 from chatd.kvcache.block_pool import BlockPool
-from chatd.kvcache.disk_tier import DiskResult
+from chatd.kvcache.disk import Disk
+from chatd.kvcache.host_block import HostBlock
 from chatd.kvcache.prefix_index import PrefixEntry
 
 MAX_WRITES = 16
@@ -34,108 +34,6 @@ MAX_READ_S = 10.0
 """A read without an answer is waited for so long; from then on nothing is read before the disk has answered it."""
 
 _CHECK_UNITS = 2000
-
-
-class Disk(Protocol):
-    """What is needed of the disk; `DiskTier` says what each of these means."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that it can hold."""
-        ...
-
-    @property
-    def num_stored(self) -> int:
-        """Blocks written since start."""
-        ...
-
-    @property
-    def num_loaded(self) -> int:
-        """Blocks read since start."""
-        ...
-
-    @property
-    def num_refused(self) -> int:
-        """Blocks found damaged or of another content since start."""
-        ...
-
-    @property
-    def num_used(self) -> int:
-        """Blocks that it holds."""
-        ...
-
-    def __contains__(self, digest: object) -> bool:
-        """Whether a `read` would be tried."""
-        ...
-
-    def write(self, digest: bytes, origin: Origin, slot: HostSlot) -> bool:
-        """Queue a slot to be written; False: not now, and no result."""
-        ...
-
-    def read(self, digest: bytes, origin: Origin, slot: HostSlot) -> bool:
-        """Queue a slot to be filled; False: not now, and no result."""
-        ...
-
-    def forget(self, digest: bytes) -> None:
-        """Serve a block no more."""
-        ...
-
-    def clear(self) -> None:
-        """Serve nothing any more of what is stored."""
-        ...
-
-    def close(self) -> None:
-        """Finish what is queued, or give it up."""
-        ...
-
-    def poll(self) -> list[DiskResult]:
-        """Return the results that there are."""
-        ...
-
-
-class HostBlock:
-    """One slot of the host's buffer in use.
-
-    Attributes:
-        digest: What it is found under.
-        origin: What it was computed from.
-        slot: Where it is.
-        tenant: Whose it is; None is "public".
-        entry: Of the same content in the pool, when it was last there.
-        is_ready: It can be found.
-        num_pins: Who reads the slot: plans in flight, and the disk.
-        asked_s: When the disk was asked for it.
-        is_dropped: It is forgotten; the slot is free as soon as nobody reads, fills or stores it.
-        lease_ids: Leases that are told when it is gone.
-    """
-
-    __slots__ = (
-        "asked_s",
-        "digest",
-        "entry",
-        "is_dropped",
-        "is_ready",
-        "lease_ids",
-        "num_pins",
-        "origin",
-        "slot",
-        "tenant",
-    )
-
-    def __init__(self, digest: bytes, origin: Origin, slot: HostSlot, tenant: str | None, lease_id: int) -> None:
-        self.digest = digest
-        self.origin = origin
-        self.slot = slot
-        self.tenant = tenant
-        self.entry: PrefixEntry | None = None
-        self.is_ready = False
-        self.num_pins = 0
-        self.asked_s = 0.0
-        self.is_dropped = False
-        self.lease_ids: tuple[int, ...] = (lease_id,)
-
-    def __repr__(self) -> str:
-        return f"HostBlock({self.digest.hex()[:8]}, slot={self.slot}, ready={self.is_ready}, pins={self.num_pins})"
 
 
 class Tiers:

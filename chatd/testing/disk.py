@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from chatd.kvcache.block import HostSlot
 from chatd.kvcache.block_file import Origin
-from chatd.kvcache.disk_tier import DiskResult
+from chatd.kvcache.disk import DiskResult
 from chatd.testing.engine import HostContent, ProvenanceRunner
 
 

@@ -29,8 +29,8 @@ from chatd.engine.messages import (
 )
 from chatd.engine.plan import BlockId, BlockMove, Chunk, DeviceFault, Plan, RequestId, StepOutput, StepTooLarge
 from chatd.engine.sampling import BeamSearch, SamplingParams
+from chatd.kvcache.disk import Disk
 from chatd.kvcache.prefix_index import Namespace
-from chatd.kvcache.tiers import Disk
 
 POISON = -1
 EMPTY_PREFIX = 0x9E3779B97F4A7C15

@@ -7,7 +7,7 @@ import pytest
 from chatd.kvcache.block import HostSlot
 from chatd.kvcache.block_file import Origin
 from chatd.kvcache.block_pool import BlockPool
-from chatd.kvcache.disk_tier import DiskResult
+from chatd.kvcache.disk import DiskResult
 from chatd.kvcache.prefix_index import PrefixIndex
 from chatd.kvcache.tiers import MAX_WRITES, Tiers
 from chatd.testing.engine import NAMESPACE
