@@ -56,10 +56,10 @@ from chatd.engine.messages import (
 from chatd.engine.pipeline import Pipeline
 from chatd.engine.plan import RequestId, Runner
 from chatd.engine.reports import Reporter
-from chatd.engine.request import Request, check_fits, stop_ids_of
-from chatd.engine.sampling import check_beam_search, check_sampling_params
+from chatd.engine.request import Request
 from chatd.engine.scheduler import Scheduler
-from chatd.errors import ChatdError, Conflict, InvalidRequest, NotFound, Unavailable
+from chatd.engine.submissions import Submissions
+from chatd.errors import ChatdError, Conflict, NotFound
 from chatd.kvcache.block_pool import BlockPool
 from chatd.kvcache.disk import Disk
 from chatd.kvcache.lease import Lease, LeaseState
@@ -110,6 +110,7 @@ class EngineCore:
         self.tiers = Tiers(config.host_slots, lambda: self.pool, disk)
         self.scheduler = Scheduler(config, self.kv, self.leases, self.tiers, log)
         self.is_shutting_down = False
+        self._submissions = Submissions(config, self.scheduler)
         self._eraser = Eraser(self.kv, self.leases, self.scheduler.moves)
         self._reporter = Reporter(self.scheduler, config.waiting_interval_s)
         self.pipeline = Pipeline(config, self.scheduler, runner, clock, self._reporter)
@@ -237,77 +238,11 @@ class EngineCore:
             self.scheduler.outbox.append(LeaseLost(message.request, message.lease))
         else:
             try:
-                self._check(message, tenant)
-                request = self._open(message, tenant, lease, now)
+                request = self._submissions.open(message, tenant, lease, now)
             except ChatdError as error:
                 self._refuse(message, error)
             else:
                 self.scheduler.submit(request, message.sample_of, message.beam)
-
-    def _check(self, message: Submit, tenant: str | None) -> None:
-        config, ids = self.config, message.new_ids
-        if message.request < 0 or message.lease < 0:
-            raise InvalidRequest(f"request {message.request} on lease {message.lease}, the least number is 0")
-        if message.base_len < 0 or message.base_len + len(ids) == 0:
-            raise InvalidRequest("0 tokens to go on from, the least is 1", param="input")
-        limit = config.vocab_size or 2**31
-        if ids and not 0 <= min(ids) <= max(ids) < limit:
-            raise InvalidRequest(f"token ids are {min(ids)} to {max(ids)}, the limit is {limit - 1}", param="input")
-        check_sampling_params(message.params, limit)
-        self._check_answered(message)
-        if message.beam is not None:
-            check_beam_search(message.beam, message.params, limit, config.max_num_seqs)
-            if message.compute_only:
-                raise InvalidRequest("compute_only is true, a beam search draws", param="compute_only")
-        check_fits(
-            message.base_len + len(ids),
-            max_model_len=config.max_model_len,
-            usable_blocks=self.pool.usable_blocks(tenant),
-            block_size=config.block_size,
-        )
-        if len(self.scheduler.waiting) >= config.max_waiting:
-            raise Unavailable(f"{config.max_waiting} requests wait already (max_waiting)", retry_after_ms=1000)
-
-    @staticmethod
-    def _check_answered(message: Submit) -> None:
-        """Refuse an answer that cannot go on.
-
-        Raises:
-            InvalidRequest: There is no prompt before it, it is as long as it may be, or it is no drawn answer.
-        """
-        answered, param = message.num_answered, "num_answered"
-        length = message.base_len + len(message.new_ids)
-        if not 0 <= answered < length:
-            raise InvalidRequest(f"num_answered is {answered}, the range is 0 to {length - 1}", param=param)
-        if answered >= message.params.max_tokens:
-            raise InvalidRequest(f"num_answered is {answered}, max_tokens is {message.params.max_tokens}", param=param)
-        others = {"compute_only": message.compute_only, "sample_of": message.sample_of is not None}
-        others["beam"] = message.beam is not None
-        if answered and any(others.values()):
-            names = " and ".join(name for name, is_given in others.items() if is_given)
-            raise InvalidRequest(f"num_answered is {answered}, {names} has no answer to go on with", param=param)
-
-    def _open(self, message: Submit, tenant: str | None, lease: Lease | None, now: float) -> Request:
-        if lease is None:
-            lease = self.leases.open(message.lease, tenant)
-            if lease is None:
-                raise Unavailable(f"{self.config.max_leases} leases are in use (max_leases)", retry_after_ms=1000)
-        else:
-            self.leases.set_state(lease, LeaseState.ACTIVE)
-            self.leases.trim(lease, message.base_len)
-        self.leases.extend(lease, message.new_ids)
-        return Request(
-            message.request,
-            lease,
-            message.params,
-            message.request_class,
-            keep_lease=message.keep_lease,
-            stop_ids=stop_ids_of(message.params, self.config.eos_token_ids),
-            arrival_s=now,
-            compute_only=message.compute_only,
-            num_answered=message.num_answered,
-            is_suspect=message.is_suspect,
-        )
 
     def _finish(self, message: Finish, now: float) -> None:
         request, lease = self._request(message.request), self._lease(message.lease)
