@@ -361,6 +361,30 @@ async def test_a_conversation_that_is_lost_in_the_middle_of_its_answer_leaves_th
             await wait_until(lambda: bool(answers(app)) and answers(app)[0].text == "c")
 
 
+async def test_an_answer_whose_connection_is_lost_is_not_said_to_come_until_it_does(
+    make_app: MakeApp, wait_until
+) -> None:
+    async with ScriptedDaemon([Script(deltas=["a ", "b ", "c"], manual=True)]) as daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=SIZE) as pilot:
+            await wait_until(connected(app))
+            await say(pilot, "hi")
+            daemon.release(1)
+            await wait_until(lambda: status(app) == ANSWERING)
+            daemon.abort()
+            daemon.release(1)
+            await wait_until(lambda: answers(app)[0].text == "a b ")
+            await wait_until(lambda: status(app) == ANSWERING)
+            await daemon.stop()
+            waiting = StatusView("busy", "waiting for the connection", "the answer goes on by itself")
+            await wait_until(lambda: status(app) == waiting)
+            assert app.meter.tok_s is None
+            await say(pilot, "more")
+            held = StatusView("warning", "an answer is in progress", "it goes on once there is a connection")
+            await wait_until(lambda: status(app) == held)
+            assert app.chat.query_one(Composer).text == "more"
+
+
 async def test_what_is_told_in_the_middle_of_an_answer_outlives_its_next_piece(
     make_app: MakeApp, wait_until, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,6 +197,13 @@ class Conversation:
         if answer is not None:
             self._chat.transcript.finish(ItemView(answer.id, "assistant", answer.text, True, "cut off", True))
 
+    def lose_connection(self) -> None:
+        """Say of an answer in progress that it is not heard of, and cannot be stopped, for now."""
+        if self.busy:
+            self._draw_meter(tok_s=None)
+            if self._chat.status.kind == "busy":
+                self._chat.status = status_text.UNHEARD
+
     def _stoppable(self, status: StatusView) -> StatusView:
         """Name the key that stops an answer, where that is what is said."""
         return replace(status, hint=self._stop_hint) if status in status_text.STOPPABLE else status

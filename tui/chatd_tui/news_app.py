@@ -205,6 +205,8 @@ class NewsApp(FaultReport, App[None], inherit_bindings=False):
         ):
             # What was said of a key is untrue as soon as another one is tried.
             self.chat.status = StatusView()
+        elif state.phase is not ConnectionPhase.CONNECTED:
+            self.conversation.lose_connection()
 
     def draw_sessions(self) -> None:
         """Show every daemon's conversations."""

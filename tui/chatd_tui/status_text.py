@@ -25,6 +25,7 @@ ANSWERING = StatusView("busy", "answering", "Esc stops it")
 THINKING = StatusView("busy", "thinking", "Esc stops it")
 STOPPABLE = (ANSWERING, THINKING)
 SET_ASIDE = StatusView("busy", "set aside for want of memory", "it goes on by itself")
+UNHEARD = StatusView("busy", "waiting for the connection", "the answer goes on by itself")
 WATCHING = StatusView("notice", "you watch this conversation", "/watch to take part")
 ELSEWHERE = StatusView("notice", "what was found is in another version of this conversation", "/branch shows others")
 CONTEXT_POLICIES: dict[ContextPolicy, str] = {
