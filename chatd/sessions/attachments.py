@@ -60,7 +60,7 @@ class Attachments:
 
     def detach(self, session: Session, subscriber: Subscriber) -> None:
         """Deliver no more of a session's events to a connection."""
-        if session.unsubscribe(subscriber):
+        if session.listeners.remove(subscriber):
             self._forget(session, subscriber.connection_id)
             self._requests.retain(session)
 
@@ -71,16 +71,16 @@ class Attachments:
 
     def close(self, session: Session, closed: SessionClosed | SessionErased, sender: Subscriber | None) -> None:
         """Detach everybody from a session that ends, and say so; the sender is told with `re`, attached or not."""
-        for connection_id in session.connections():
+        for connection_id in session.listeners.connections():
             self._forget(session, connection_id)
-        was_attached = session.close_subscriptions(msgspec.structs.replace(closed, re=None), closed.re, sender)
+        was_attached = session.listeners.close(msgspec.structs.replace(closed, re=None), closed.re, sender)
         if sender is not None and not was_attached:
             sender.deliver(closed)
 
     def _attach(
         self, session: Session, subscriber: Subscriber, role: AttachRole, replay: list[TranscriptEvent]
     ) -> None:
-        session.subscribe(subscriber, role, replay)
+        session.listeners.add(subscriber, role, replay)
         self._sessions.setdefault(subscriber.connection_id, {})[session.id] = session
         self._requests.retain(session)
 

@@ -97,7 +97,7 @@ class Drafts:
             Conflict: `not_attached`: drafts go with the connection that types.
         """
         session.check_writer(subscriber)
-        if session.role_of(subscriber) is None:
+        if session.listeners.role_of(subscriber) is None:
             raise Conflict(
                 f"this connection is not attached to session {session.id}",
                 code="not_attached",
@@ -140,7 +140,7 @@ class Drafts:
         """Have nothing of a session's draft left."""
         self._drafts.pop(session.id, None)
         if session.turn is None:
-            self._requests.take_back_draft(session)
+            self._requests.ahead.take_back_draft(session)
 
     def take_back_of(self, subscriber: Subscriber, session: Session | None = None) -> None:
         """Take back what a connection has typed that left a session, or all of them."""
@@ -186,7 +186,7 @@ class Drafts:
                 def on_done(done: Done | None, given: tuple[str, int] = draft.given) -> None:
                     self._on_computed(draft, given, done)
 
-                if not self._requests.compute_draft(session, node, ids, on_done):
+                if not self._requests.ahead.compute_draft(session, node, ids, on_done):
                     return
                 draft.subscriber.deliver(draft.state())
             await asyncio.sleep(INTERVAL_S)

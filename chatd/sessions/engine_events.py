@@ -149,7 +149,7 @@ class EngineEvents:
 
     def _take_delta(self, delta: TokenDelta) -> None:
         try:
-            self._runner.on_tokens(delta.request, delta.ids, delta.logprobs)
+            self._runner.progress.on_tokens(delta.request, delta.ids, delta.logprobs)
         except Exception:
             _log.exception("tokens could not be handled")
             self._fail_after_exception(delta.request)
@@ -159,18 +159,20 @@ class EngineEvents:
         if request is None:
             return
         try:
-            self._runner.fail_request(request, EngineError("the answer could not be delivered", code="internal_error"))
+            self._runner.progress.fail_request(
+                request, EngineError("the answer could not be delivered", code="internal_error")
+            )
         except Exception:
             _log.exception("a turn could not be ended")
 
     def _take(self, message: EngineEvent) -> None:
         match message:
             case Beams():
-                self._runner.on_beams(message)
+                self._runner.progress.on_beams(message)
             case Done():
                 self._note_blocks(message)
-                self._runner.on_done(message)
-                self._requests.on_computed(message.request, message)
+                self._runner.progress.on_done(message)
+                self._requests.ahead.on_computed(message.request, message)
             case Started():
                 self._on_started(message)
             case Prefill():
@@ -184,8 +186,8 @@ class EngineEvents:
             case Erased():
                 self._requests.on_erased(message)
             case LeaseLost():
-                self._runner.on_lease_lost(message.request)
-                self._requests.on_computed(message.request, None)
+                self._runner.progress.on_lease_lost(message.request)
+                self._requests.ahead.on_computed(message.request, None)
             case LeaseTier():
                 self._on_tier(message)
             case PoolFrame():
@@ -216,7 +218,7 @@ class EngineEvents:
         session.latest.queued = None
         if turn.is_interrupted:
             turn.is_interrupted = False
-            session.tell(ResponseResumed(session=session.id))
+            session.listeners.tell(ResponseResumed(session=session.id))
         self._set_tier(session, Tier.DEVICE, "used")
         self._tell_prefill(session, message.num_cached_tokens, message.num_prompt_tokens, message.num_cached_tokens)
 
@@ -227,19 +229,21 @@ class EngineEvents:
 
     def _tell_prefill(self, session: Session, done: int, total: int, cached: int) -> None:
         session.latest.prefill = {"done": done, "total": total, "cached": cached}
-        session.tell(ResponsePrefill(session=session.id, done=done, total=total, cached=cached))
+        session.listeners.tell(ResponsePrefill(session=session.id, done=done, total=total, cached=cached))
 
     def _on_waiting(self, message: Waiting) -> None:
         turn = self._requests.turn_of(message.request)
         if turn is not None:
             turn.session.latest.queued = {"position": message.position, "why": str(message.why)}
-            turn.session.tell(ResponseQueued(session=turn.session.id, position=message.position, why=str(message.why)))
+            turn.session.listeners.tell(
+                ResponseQueued(session=turn.session.id, position=message.position, why=str(message.why))
+            )
 
     def _on_preempted(self, message: Preempted) -> None:
         turn = self._requests.turn_of(message.request)
         if turn is not None:
             event = ResponseResumed if message.resumed else ResponsePreempted
-            turn.session.tell(event(session=turn.session.id))
+            turn.session.listeners.tell(event(session=turn.session.id))
             if message.resumed:
                 self._set_tier(turn.session, Tier.DEVICE, "used")
 
@@ -253,7 +257,7 @@ class EngineEvents:
     def _set_tier(self, session: Session, tier: Tier, why: str) -> None:
         if session.latest.tier is not tier:
             session.latest.tier = tier
-            session.tell(SessionTier(session=session.id, tier=str(tier), why=why))
+            session.listeners.tell(SessionTier(session=session.id, tier=str(tier), why=why))
 
     def _on_died(self, message: EngineDied) -> None:
         self._inspections.on_died()
@@ -271,7 +275,7 @@ class EngineEvents:
             latest = session.latest
             if (latest.blocks_held, latest.blocks_shared) != (row.num_blocks, row.num_shared):
                 latest.blocks_held, latest.blocks_shared = row.num_blocks, row.num_shared
-                if session.num_attached:
+                if len(session.listeners):
                     session.emit_usage()
         for listener in list(self._pool_listeners):
             listener(frame, self.lease_sessions)

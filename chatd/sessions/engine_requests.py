@@ -9,54 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 from chatd.engine.messages import (
     Cancel,
-    Done,
     Erase,
     Erased,
     EraseTenant,
     Finish,
-    FinishReason,
     Fork,
     Forked,
     FrontMessage,
     LeaseId,
     Release,
-    RequestClass,
     Retain,
     Submit,
     Tier,
     Trim,
 )
 from chatd.engine.plan import RequestId
-from chatd.engine.sampling import SamplingParams
 from chatd.errors import Unavailable
-from chatd.sessions.logs import Node, common_length, common_prefix, log_between, log_of, num_equal_ids
+from chatd.sessions.computed_ahead import ComputedAhead
+from chatd.sessions.engine_line import EngineLine
+from chatd.sessions.logs import Node, common_length, common_prefix, log_between
 from chatd.sessions.ports import EngineGateway
-from chatd.sessions.session import Lease, Session
+from chatd.sessions.session import Session
 from chatd.sessions.turn import Turn
-
-_log = logging.getLogger(__name__)
-_NOTHING_DRAWN = SamplingParams(max_tokens=1)
-
-
-@dataclass(frozen=True, slots=True)
-class Computation:
-    """A request that only computes; nobody waits for it.
-
-    Attributes:
-        tenant: Whose blocks it makes; "" makes public ones.
-        log: Gives all its ids.
-        on_done: Called with its end; None where the engine no longer had the lease.
-    """
-
-    tenant: str
-    log: Callable[[], Sequence[int]]
-    on_done: Callable[[Done | None], None]
 
 
 class EngineRequests:
@@ -64,17 +42,22 @@ class EngineRequests:
 
     Args:
         engine: Where messages go.
+
+    Attributes:
+        ahead: What is computed that nobody waits for.
     """
 
     def __init__(self, engine: EngineGateway) -> None:
-        self._engine = engine
-        self.epoch = 0
-        """Counts engine processes; a lease of an earlier one holds nothing."""
-        self._last_request = 0
+        self._line = EngineLine(engine)
+        self.ahead = ComputedAhead(self._line)
         self._turns: dict[RequestId, Turn] = {}
         self._forks: dict[LeaseId, asyncio.Future[Forked]] = {}
         self._erasures: dict[LeaseId, asyncio.Future[Erased]] = {}
-        self._computations: dict[RequestId, Computation] = {}
+
+    @property
+    def epoch(self) -> int:
+        """Counts engine processes; what was computed in an earlier one is gone."""
+        return self._line.epoch
 
     def turn_of(self, request: RequestId) -> Turn | None:
         """Return the turn whose request this is."""
@@ -92,23 +75,23 @@ class EngineRequests:
         """
         answer, lease = turn.answer, turn.session.lease
         assert answer is not None and answer.sampling is not None, "a turn without its answer is submitted"  # noqa: PT018
-        if lease.epoch != self.epoch:
-            _renew(lease, self.epoch)
-        self._stop_computing(lease)
+        if lease.epoch != self._line.epoch:
+            lease.renew(self._line.epoch)
+        self.ahead.stop(lease)
         if whole:
             lease.num_tokens = 0
             lease.draft_ids = []
         elif lease.fork_of is not None:
             source, at = lease.fork_of
-            self._engine.send(Fork(source, lease.id, at))
+            self._line.send(Fork(source, lease.id, at))
         lease.fork_of = None
         base_len = min(common_prefix(lease.node, answer), lease.num_tokens)
-        base_len = self._use_draft(lease, base_len, answer)
+        base_len = self.ahead.use_draft(lease, base_len, answer)
         answered = () if turn.text is None else turn.text.ids
         # Samples of a prompt that is computed already are requests of their own.
         sample_of = turn.sample_of if not turn.is_interrupted else None
-        request = self._new_request()
-        self._engine.send(
+        request = self._line.new_request()
+        self._line.send(
             Submit(
                 request,
                 lease.id,
@@ -128,152 +111,15 @@ class EngineRequests:
         lease.node, lease.num_tokens = answer, answer.num_tokens
         self._turns[request] = turn
 
-    def _new_request(self) -> RequestId:
-        self._last_request += 1
-        return RequestId(self._last_request)
-
-    # What is computed ahead.
-
-    def compute_ahead(self, session: Session) -> None:
-        """Have the engine compute what it lacks of an idle session's log, when nothing else wants the machine.
-
-        The session's next turn ends it, wherever it is then.
-        """
-        assert session.turn is None, "a busy session's log is computed ahead"
-        lease = session.lease
-        node = lease.node
-        if node is None or not self.holds(session) or not 0 < lease.num_tokens < node.num_tokens:
-            return
-
-        def on_done(done: Done | None) -> None:
-            if lease.ahead == request:
-                lease.ahead = None
-                if done is None:
-                    lease.num_tokens = 0
-                elif done.reason is FinishReason.COMPUTED:
-                    lease.num_tokens = node.num_tokens
-
-        tenant, base_len = session.owner.tenant, lease.num_tokens
-        # What was computed and is in no prompt, as thoughts, is nowhere any more.
-        self.tell(Trim(lease.id, base_len, forget=True))
-        computation = Computation(tenant, lambda: log_of(node), on_done)
-        # Until it has ended well, the lease counts as what it was: a submission may be refused.
-        request = lease.ahead = self._compute(computation, lease.id, base_len, log_between(node, base_len))
-
-    def compute_draft(
-        self, session: Session, node: Node | None, ids: Sequence[int], on_done: Callable[[Done | None], None]
-    ) -> bool:
-        """Have the engine compute what is being typed, after the log up to `node`, in place of what it was before.
-
-        The session's next turn takes over what it has in common with it; the rest is forgotten then, as it is when the
-        draft changes.
-
-        Returns:
-            Whether the engine took it.
-        """
-        assert session.turn is None, "a draft is computed while the session is busy"
-        lease = session.lease
-        if lease.epoch != self.epoch:
-            _renew(lease, self.epoch)
-        if lease.fork_of is not None:
-            return False  # The first turn of a fork shares more than a draft would bring.
-        self._stop_computing(lease)
-        length = 0 if node is None else node.num_tokens
-        base_len = min(common_length(lease.node, node), lease.num_tokens)
-        log = [*log_between(node, base_len), *ids]
-        if base_len == lease.num_tokens == length:
-            num_equal = num_equal_ids(lease.draft_ids, log)
-            base_len, log = base_len + num_equal, log[num_equal:]
-        if lease.draft_ids and base_len < lease.num_tokens + len(lease.draft_ids):
-            self.tell(Trim(lease.id, base_len, forget=True))
-        if not log:
-            lease.draft_ids = list(ids)
-            return True
-
-        def on_end(done: Done | None) -> None:
-            if lease.ahead == request:
-                lease.ahead = None
-                if done is None or done.reason is FinishReason.FAILED:
-                    # Nothing of it was taken, or less was there than was thought.
-                    lease.draft_ids = []
-                    lease.num_tokens = 0 if done is None else min(lease.num_tokens, base_len)
-            on_done(done)
-
-        computation = Computation(session.owner.tenant, lambda: [*log_of(node), *ids], on_end)
-        request = self._compute(computation, lease.id, base_len, log)
-        if request is None:
-            return False
-        lease.ahead, lease.node, lease.num_tokens, lease.draft_ids = request, node, length, list(ids)
-        return True
-
-    def take_back_draft(self, session: Session) -> None:
-        """Have the engine forget what was being typed in an idle session, in every tier."""
-        lease = session.lease
-        if lease.draft_ids and lease.epoch == self.epoch:
-            self._stop_computing(lease)
-            self.tell(Trim(lease.id, lease.num_tokens, forget=True))
-        lease.draft_ids = []
-
-    def _use_draft(self, lease: Lease, base_len: int, answer: Node) -> int:
-        """Return how much of an answer's log the lease has with what was typed ahead, and give up the rest of that."""
-        if not lease.draft_ids:
-            return base_len
-        end = lease.num_tokens + len(lease.draft_ids)
-        if base_len == lease.num_tokens:
-            num_equal = num_equal_ids(lease.draft_ids, log_between(answer, base_len))
-            base_len = min(base_len + num_equal, answer.num_tokens - 1)
-        if base_len < end:
-            self.tell(Trim(lease.id, base_len, forget=True))
-        lease.draft_ids = []
-        return base_len
-
-    def _stop_computing(self, lease: Lease) -> None:
-        """Have the engine end what computes on a lease ahead of time; what was computed stays."""
-        if lease.ahead is not None:
-            self._engine.send(Cancel(lease.ahead))
-            lease.ahead = None
-
-    def compute(self, lease: LeaseId, computation: Computation) -> RequestId | None:
-        """Have the engine compute ids under a lease of their own; None where it takes nothing."""
-        return self._compute(computation, lease, 0, list(computation.log()))
-
-    def _compute(self, computation: Computation, lease: LeaseId, base_len: int, new_ids: list[int]) -> RequestId | None:
-        request = self._new_request()
-        try:
-            self._engine.send(
-                Submit(
-                    request,
-                    lease,
-                    computation.tenant,
-                    base_len,
-                    new_ids,
-                    _NOTHING_DRAWN,
-                    RequestClass.PREFILL_AHEAD,
-                    compute_only=True,
-                )
-            )
-        except Unavailable:
-            return None
-        self._computations[request] = computation
-        return request
-
-    def computation_of(self, request: RequestId) -> Computation | None:
-        """Return what is computed by this request, where it is not a turn's."""
-        return self._computations.get(request)
-
-    def on_computed(self, request: RequestId, done: Done | None) -> None:
-        """Take in the end of a request that only computes; None where its lease was lost."""
-        computation = self._computations.pop(request, None)
-        if computation is not None:
-            computation.on_done(done)
-
-    # Turns.
-
     def forget(self, turn: Turn) -> None:
         """Take a turn out: what the engine still says of its request is about nothing."""
         if turn.request is not None:
             self._turns.pop(turn.request, None)
             turn.request = None
+
+    def tell(self, message: FrontMessage) -> None:
+        """Send what only matters to an engine that is there."""
+        self._line.tell(message)
 
     def cancel(self, turn: Turn) -> None:
         """Have the engine end a turn's request, where it has one."""
@@ -283,7 +129,7 @@ class EngineRequests:
     def roll_back(self, turn: Turn) -> None:
         """Have the engine forget what a turn added that failed; its request is over, or was cancelled."""
         lease, answer, first = turn.session.lease, turn.answer, turn.first_node
-        if answer is None or first is None or lease.node is not answer or lease.epoch != self.epoch:
+        if answer is None or first is None or lease.node is not answer or lease.epoch != self._line.epoch:
             return
         length = min(common_prefix(first.parent, answer), lease.num_tokens)
         self.tell(Trim(lease.id, length, forget=True))
@@ -303,10 +149,10 @@ class EngineRequests:
         lost, and the log is sent as a whole.
         """
         held = min(common_length(source.lease.node, node), source.lease.num_tokens)
-        if source.lease.epoch != self.epoch or held == 0:
+        if source.lease.epoch != self._line.epoch or held == 0:
             return
         lease = session.lease
-        lease.epoch, lease.node, lease.num_tokens = self.epoch, node, held
+        lease.epoch, lease.node, lease.num_tokens = self._line.epoch, node, held
         lease.fork_of = (source.lease.id, held)
 
     def share_prompt(self, source: Session, answer: Node, session: Session) -> None:
@@ -315,10 +161,10 @@ class EngineRequests:
         As `share`; the last id's row is computed for its logits.
         """
         held = min(source.lease.num_tokens, answer.num_tokens_before + len(answer.prompt_ids) - 1)
-        if source.lease.epoch != self.epoch or source.lease.node is not answer or held <= 0:
+        if source.lease.epoch != self._line.epoch or source.lease.node is not answer or held <= 0:
             return
         lease = session.lease
-        lease.epoch, lease.node, lease.num_tokens = self.epoch, answer, held
+        lease.epoch, lease.node, lease.num_tokens = self._line.epoch, answer, held
         lease.fork_of = (source.lease.id, held)
 
     async def fork(self, source: Session, node: Node, session: Session) -> Forked:
@@ -335,7 +181,7 @@ class EngineRequests:
         answer: asyncio.Future[Forked] = asyncio.get_running_loop().create_future()
         self._forks[lease.id] = answer
         try:
-            self._engine.send(Fork(source_lease, lease.id, at))
+            self._line.send(Fork(source_lease, lease.id, at))
             lease.fork_of = None
             return await answer
         except Unavailable:
@@ -361,15 +207,15 @@ class EngineRequests:
         """
         assert session.turn is None, "a busy session is erased"
         lease = session.lease
-        self.take_back_draft(session)
+        self.ahead.take_back_draft(session)
         gone = Erased(lease.id, 0, 0, 0)
         each = iter(logs)
         for log in itertools.chain((next(each, ()),), each):  # The lease goes too where there is no log.
             answer: asyncio.Future[Erased] = asyncio.get_running_loop().create_future()
             self._erasures[lease.id] = answer
             try:
-                self._engine.send(Erase(lease.id, session.owner.tenant, list(log)))
-                _renew(lease, lease.epoch)
+                self._line.send(Erase(lease.id, session.owner.tenant, list(log)))
+                lease.renew(lease.epoch)
                 erased = await answer
             finally:
                 self._erasures.pop(lease.id, None)
@@ -395,7 +241,7 @@ class EngineRequests:
         answer: asyncio.Future[Erased] = asyncio.get_running_loop().create_future()
         self._erasures[lease] = answer
         try:
-            self._engine.send(EraseTenant(lease, tenant, list(names)))
+            self._line.send(EraseTenant(lease, tenant, list(names)))
             return await answer
         finally:
             self._erasures.pop(lease, None)
@@ -415,10 +261,10 @@ class EngineRequests:
         """Give up what the engine holds for an idle session; its next turn starts under a new lease."""
         assert session.turn is None, "a busy session's lease is released"
         lease = session.lease
-        self.take_back_draft(session)
+        self.ahead.take_back_draft(session)
         if self.holds(session):
             self.tell(Release(lease.id))
-        _renew(lease, lease.epoch)
+        lease.renew(lease.epoch)
         lease.id = new_lease
         session.latest.tier = Tier.TOKENS
         session.latest.blocks_held = session.latest.blocks_shared = 0
@@ -426,19 +272,12 @@ class EngineRequests:
     def retain(self, session: Session) -> None:
         """Tell the engine whether anybody is attached, where it has something to value by that."""
         if self.holds(session):
-            self.tell(Retain(session.lease.id, session.num_attached > 0))
-
-    def tell(self, message: FrontMessage) -> None:
-        """Send what only matters to an engine that is there."""
-        try:
-            self._engine.send(message)
-        except Unavailable:
-            _log.warning("the engine takes no %s", type(message).__name__)
+            self.tell(Retain(session.lease.id, len(session.listeners) > 0))
 
     def on_died(self) -> None:
         """Forget what the engine held; its requests are over, and their turns are to be ended or submitted again."""
-        self.epoch += 1
-        self._computations.clear()
+        self._line.epoch += 1
+        self.ahead.on_died()
         for lease in self._forks:
             self.on_forked(Forked(lease, 0, 0))
         for answer in self._erasures.values():
@@ -447,16 +286,8 @@ class EngineRequests:
 
     def holds(self, session: Session) -> bool:
         """Return whether this engine was told of a session's lease."""
-        lease = session.lease
-        is_given = lease.node is not None or bool(lease.draft_ids)
-        return lease.epoch == self.epoch and is_given and lease.fork_of is None
+        return self._line.holds(session.lease)
 
 
 def _no_engine() -> Unavailable:
     return Unavailable("the engine ended while it erased", code="engine_unavailable", retry_after_ms=1000)
-
-
-def _renew(lease: Lease, epoch: int) -> None:
-    """Note that an engine has nothing of a lease."""
-    lease.epoch, lease.node, lease.num_tokens, lease.fork_of, lease.ahead = epoch, None, 0, None, None
-    lease.draft_ids = []

@@ -75,13 +75,13 @@ class IdlePolicy:
 
     def release_in_s(self, session: Session) -> float | None:
         """Return in how long a session's KV is given up if nobody uses it; None where that is not by time."""
-        if not self._limits.idle_release_s or session.turn is not None or session.num_attached:
+        if not self._limits.idle_release_s or session.turn is not None or len(session.listeners):
             return None
         return max(0.0, self._limits.idle_release_s - (self._clock() - session.updated_at))
 
     def _due(self, session: Session) -> Callable[[Session], Awaitable[object]] | None:
         """Return what changes a session now; its KV is given up at once, where that is due."""
-        if session.hidden or session.is_erased or session.turn or session.num_attached or session.lock.locked():
+        if session.hidden or session.is_erased or session.turn or len(session.listeners) or session.lock.locked():
             return None
         limits, idle_s = self._limits, self._clock() - session.updated_at
         if limits.idle_release_s and idle_s >= limits.idle_release_s:

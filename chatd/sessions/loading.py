@@ -77,7 +77,7 @@ class SessionLoader:
             self._recorder.keeps(session)
             and session.is_loaded
             and session.turn is None
-            and session.num_attached == 0
+            and len(session.listeners) == 0
             and not session.lock.locked()
             and not self._recorder.owes(session)
         )

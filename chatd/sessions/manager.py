@@ -378,7 +378,7 @@ class SessionManager:
 
     def start(self, session: Session, subscriber: Subscriber) -> None:
         """Deliver what a connection missed while it was held, and from now on every event as it happens."""
-        session.start(subscriber)
+        session.listeners.start(subscriber)
 
     def detach(self, session: Session, subscriber: Subscriber) -> None:
         """Deliver no more of a session's events; an answer in progress goes on."""
@@ -627,7 +627,7 @@ class SessionManager:
 
     def log_of_request(self, request: RequestId) -> tuple[str, builtins.list[int]]:
         """Return the tenant and ids of a request in flight, for checks: the engine holds exactly these (I25)."""
-        computation = self._requests.computation_of(request)
+        computation = self._requests.ahead.computation_of(request)
         if computation is not None:
             return computation.tenant, [*computation.log()]
         turn = self._requests.turn_of(request)
@@ -658,7 +658,7 @@ class SessionManager:
         if session.hidden:
             self._door.on_ended(turn, committed=committed)
         else:
-            if session.num_attached:
+            if len(session.listeners):
                 self._requests.retain(session)
             self._drafts.resume(session)
 

@@ -244,7 +244,7 @@ class NativeTurns:
             goes_on=goes_on,
         )
         if is_recoded:
-            session.tell(SessionTier(session=session.id, tier=str(session.latest.tier), why="vocabulary"))
+            session.listeners.tell(SessionTier(session=session.id, tier=str(session.latest.tier), why="vocabulary"))
 
     def cancel(self, session: Session, subscriber: Subscriber | None) -> None:
         """End the answer in progress; see `SessionManager.cancel`."""

@@ -132,7 +132,7 @@ class OperatorDoor:
         """
         before = self._clock() - unused_days * DAY_S
         for session in self._store.all():
-            is_used = session.turn is not None or session.num_attached or session.pinned or session.is_erased
+            is_used = session.turn is not None or len(session.listeners) or session.pinned or session.is_erased
             if not is_used and session.updated_at < before and tenant in (None, session.owner.tenant):
                 with contextlib.suppress(NotFound):  # Its owner has erased it meanwhile.
                     yield await self.erase(session.id)

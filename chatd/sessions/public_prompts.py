@@ -18,7 +18,8 @@ from chatd.engine.messages import PUBLIC_TENANT, Done, FinishReason, LeaseId, Le
 from chatd.engine.plan import RequestId
 from chatd.errors import ChatdError, ConfigError
 from chatd.protocol import Message
-from chatd.sessions.engine_requests import Computation, EngineRequests
+from chatd.sessions.computed_ahead import Computation
+from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.model_profile import ModelProfile
 from chatd.sessions.ports import ChatEncoder
 
@@ -181,7 +182,7 @@ class PublicPrompts:
 
         shared.epoch, shared.is_computed, shared.sent_at = self._requests.epoch, False, self._monotonic()
         computation = Computation(PUBLIC_TENANT, lambda: shared.ids, on_done)
-        request = shared.request = self._requests.compute(shared.lease, computation)
+        request = shared.request = self._requests.ahead.compute(shared.lease, computation)
         if request is not None:
             self._requests.tell(Retain(shared.lease, attached=True))
 

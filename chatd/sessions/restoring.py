@@ -88,7 +88,7 @@ class Restorer:
             turn.record = msgspec.structs.replace(turn.record, num_deaths=turn.deaths.num_deaths)
             so_far = msgspec.structs.replace(turn.record, ids=turn.text.ids[:])
             self._recorder.owe([SaveMessage(turn.session.id, so_far)], at_once=True)
-        turn.session.tell(ResponsePreempted(session=turn.session.id))
+        turn.session.listeners.tell(ResponsePreempted(session=turn.session.id))
         self.wait(turn)
 
     def wait(self, turn: Turn) -> None:
@@ -97,7 +97,7 @@ class Restorer:
         self._waiting.append(turn)
         latest = turn.session.latest
         latest.prefill, latest.queued = None, {"position": len(self._waiting), "why": "restore"}
-        turn.session.tell(ResponseQueued(session=turn.session.id, position=len(self._waiting), why="restore"))
+        turn.session.listeners.tell(ResponseQueued(session=turn.session.id, position=len(self._waiting), why="restore"))
         if self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(RETRY_S, self.resume)
 

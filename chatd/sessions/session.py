@@ -1,4 +1,4 @@
-"""A session: a conversation with its owner, its lease, its events and those who listen. Does not know the engine.
+"""A session: a conversation with its owner, its lease and its events. Does not know the engine.
 
 A session is only touched on the event loop. Its transcript events are numbered here and nowhere else. Where a journal
 keeps it, its messages need not be in memory: `is_loaded` says so, and `loading` brings them back.
@@ -8,24 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from sys import getsizeof
 
-import msgspec
-
-from chatd.engine.messages import LeaseId, Tier
-from chatd.engine.plan import RequestId
 from chatd.errors import NotFound, PermissionDenied
 from chatd.journal.records import MessageRecord, SessionRecord
 from chatd.protocol import (
-    AttachRole,
     BranchSelected,
-    ClientAttached,
-    ClientLeft,
     ContextPolicy,
     ErrorBody,
-    Event,
     HistoryScope,
     ItemAdded,
     LatestState,
@@ -35,8 +26,6 @@ from chatd.protocol import (
     ResponseCreated,
     ResponseFailed,
     ResponseIncomplete,
-    SessionClosed,
-    SessionErased,
     SessionInfo,
     SessionTruncated,
     SessionUpdated,
@@ -45,45 +34,13 @@ from chatd.protocol import (
     TranscriptEvent,
 )
 from chatd.sessions.conversation import Conversation, Owner
-from chatd.sessions.events import EventRing, Subscriber, Subscription
+from chatd.sessions.events import EventRing, Subscriber
+from chatd.sessions.leases import Latest, Lease
+from chatd.sessions.listeners import Listeners
 from chatd.sessions.logs import Node, common_node, path_to
 from chatd.sessions.turn import TextDelta, Turn, TurnEnd
 
 TAIL_ITEMS = 20
-
-
-@dataclass(slots=True)
-class Lease:
-    """What the front believes the engine to hold for a session.
-
-    Attributes:
-        id: Never reused.
-        epoch: Of the engine process that was told; another one knows nothing of it.
-        node: The message to whose end, or into which, the ids go.
-        num_tokens: Ids of the log that the engine has.
-        fork_of: Set until the first submission: the lease to share with, and up to which token.
-        ahead: The request that computes on it while no turn does.
-        draft_ids: Of what is being typed: ids that the engine has beyond the end of `node`; in no log.
-    """
-
-    id: LeaseId
-    epoch: int = 0
-    node: Node | None = None
-    num_tokens: int = 0
-    fork_of: tuple[LeaseId, int] | None = None
-    ahead: RequestId | None = None
-    draft_ids: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Latest:
-    """The last values of what has no `seq`."""
-
-    queued: dict[str, object] | None = None
-    prefill: dict[str, int] | None = None
-    tier: Tier = Tier.TOKENS
-    blocks_held: int = 0
-    blocks_shared: int = 0
 
 
 class Session:
@@ -106,6 +63,7 @@ class Session:
         lock: Held while a change is made durable and takes effect; nothing else changes meanwhile.
         vocabulary: Whose ids its answers have, as in the journal.
         recoded: Messages that lost their ids since the vocabulary changed, until the journal has them so.
+        listeners: The connections that are attached.
         on_moved: Called when the messages came into memory, or were left to the journal.
     """
 
@@ -144,10 +102,10 @@ class Session:
         self.recoded: list[MessageRecord] = []
         self.on_moved: Callable[[Session], None] | None = None
         self.latest = Latest()
+        self.listeners = Listeners(session_id)
         self._conversation = conversation
         self._stored: SessionRecord | None = None
         self._leased_message: str | None = None
-        self._subscriptions: dict[str, Subscription] = {}
         self._model_id = model_id
         self._context_max = context_max
         self._clock = clock
@@ -167,7 +125,7 @@ class Session:
         Raises:
             PermissionDenied: The connection is attached as an observer.
         """
-        if subscriber is not None and self.role_of(subscriber) == "observer":
+        if subscriber is not None and self.listeners.role_of(subscriber) == "observer":
             raise PermissionDenied("this connection is attached as an observer", code="observer")
 
     # What is in memory of it.
@@ -204,7 +162,7 @@ class Session:
     def unload(self, record: SessionRecord) -> None:
         """Have the messages in the journal only, which has the rest as `record`."""
         assert self.turn is None, "a busy session is unloaded"
-        assert not self._subscriptions, "a session that somebody looks at is unloaded"
+        assert not len(self.listeners), "a session that somebody looks at is unloaded"
         if self._conversation is not None:
             # A failed turn leaves the lease with messages that are gone.
             node = self.lease.node
@@ -252,8 +210,8 @@ class Session:
             params=self.params,
             metadata=self.metadata,
             context_policy=self.context_policy,
-            writers=self._num_attached_as("writer"),
-            observers=self._num_attached_as("observer"),
+            writers=self.listeners.num_as("writer"),
+            observers=self.listeners.num_as("observer"),
         )
 
     @property
@@ -309,73 +267,12 @@ class Session:
             ),
         )
 
-    # Who listens.
-
-    @property
-    def num_attached(self) -> int:
-        """Connections that are attached."""
-        return len(self._subscriptions)
-
-    def _num_attached_as(self, role: AttachRole) -> int:
-        return sum(subscription.role == role for subscription in self._subscriptions.values())
-
-    def connections(self) -> list[str]:
-        """Return the names of the connections that are attached."""
-        return list(self._subscriptions)
-
-    def role_of(self, subscriber: Subscriber) -> AttachRole | None:
-        """Return the role of a connection, None where it is not attached."""
-        subscription = self._subscriptions.get(subscriber.connection_id)
-        return None if subscription is None else subscription.role
-
-    def subscribe(self, subscriber: Subscriber, role: AttachRole, replay: list[TranscriptEvent]) -> None:
-        """Attach a connection, held until `start`; the others are told. One that is attached already starts anew."""
-        known = self._subscriptions.pop(subscriber.connection_id, None)
-        if known is None or known.role != role:
-            self.tell(ClientAttached(session=self.id, connection=subscriber.connection_id, role=role))
-        self._subscriptions[subscriber.connection_id] = Subscription(subscriber, role, replay)
-
-    def start(self, subscriber: Subscriber) -> None:
-        """Let a held connection have its events."""
-        subscription = self._subscriptions.get(subscriber.connection_id)
-        if subscription is not None:
-            subscription.start()
-
-    def unsubscribe(self, subscriber: Subscriber) -> bool:
-        """Detach a connection; return whether it was attached."""
-        if self._subscriptions.pop(subscriber.connection_id, None) is None:
-            return False
-        self.tell(ClientLeft(session=self.id, connection=subscriber.connection_id))
-        return True
-
-    def close_subscriptions(
-        self, closed: SessionClosed | SessionErased, re: str | None, sender: Subscriber | None
-    ) -> bool:
-        """Tell everybody of the end and detach them; return whether `sender` was among them."""
-        subscriptions = list(self._subscriptions.values())
-        self._subscriptions.clear()
-        for subscription in subscriptions:
-            is_sender = subscription.subscriber is sender
-            subscription.deliver(msgspec.structs.replace(closed, re=re) if is_sender else closed)
-        return any(subscription.subscriber is sender for subscription in subscriptions)
-
     # Events.
-
-    def tell(self, event: Event) -> None:
-        """Send an event of which only the latest value matters."""
-        for subscription in self._subscriptions.values():
-            subscription.deliver(event)
 
     def _emit(self, event: TranscriptEvent, re: str | None = None, sender: Subscriber | None = None) -> None:
         """Number, keep and send an event; the sender's copy says to which command it belongs."""
         self.ring.append(event)
-        for subscription in self._subscriptions.values():
-            if re is not None and sender is not None and subscription.subscriber is sender:
-                subscription.deliver(msgspec.structs.replace(event, re=re))
-            else:
-                subscription.deliver(event)
-        if re is not None and sender is not None and sender.connection_id not in self._subscriptions:
-            sender.deliver(msgspec.structs.replace(event, re=re))
+        self.listeners.deliver(event, re, sender)
 
     def emit_item(self, node: Node, re: str | None = None, sender: Subscriber | None = None) -> None:
         """Tell that a message joined the conversation."""
@@ -442,7 +339,7 @@ class Session:
 
     def emit_usage(self) -> None:
         """Tell what the session uses of its context and of the pool."""
-        self.tell(
+        self.listeners.tell(
             SessionUsage(
                 session=self.id,
                 context_used=self.context_used,
@@ -467,8 +364,7 @@ class Session:
             logprobs=delta.logprobs,
         )
         self.ring.append(event)
-        for subscription in self._subscriptions.values():
-            subscription.deliver(event)
+        self.listeners.tell(event)
 
     def on_end(self, turn: Turn, end: TurnEnd) -> None:
         """Tell of the end of a turn."""

@@ -22,6 +22,7 @@ from chatd.protocol import Passage, SessionInfo, SessionList, SessionListed
 from chatd.sessions.conversation import Conversation, Owner
 from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.events import EventRing
+from chatd.sessions.leases import Lease
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.loading import SessionLoader
 from chatd.sessions.logs import Node
@@ -29,7 +30,7 @@ from chatd.sessions.model_profile import ModelProfile
 from chatd.sessions.owned import OwnedSessions
 from chatd.sessions.ports import Journal
 from chatd.sessions.recorder import Recorder
-from chatd.sessions.session import Lease, Session, unknown_session
+from chatd.sessions.session import Session, unknown_session
 
 MAX_SEARCHED_CHARS = 4 * 2**20
 MAX_FOUND = 1000

@@ -232,7 +232,7 @@ class TurnEnds:
             session.lease.num_tokens = ending.num_held
         self.free(turn)
         if not ending.is_as_computed:
-            self._requests.compute_ahead(session)
+            self._requests.ahead.compute_ahead(session)
         stats, usage = self._stats, ending.usage
         stats.turns_ended[ending.reason] += 1
         stats.prompt_tokens += usage.input_tokens

@@ -1,4 +1,4 @@
-"""Runs turns: from a message to the end of its answer, which `turn_ends` brings about.
+"""Begins turns: from a message to its answer on the way. How it gets on is in `turn_progress`, its end in `turn_ends`.
 
 A turn encodes what its messages add, makes it durable, submits it under the session's lease, and then only reacts to
 what the engine says. The flag that keeps a second turn out is `Session.turn`: set before the first await, cleared on
@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from chatd.engine.messages import Beams, Done, FinishReason, Ready, RequestClass
-from chatd.engine.plan import RequestId
-from chatd.engine.pulse import NO_SUSPECT, NOT_KNOWN
+from chatd.engine.messages import FinishReason, Ready, RequestClass
+from chatd.engine.pulse import NOT_KNOWN
 from chatd.engine.sampling import BeamSearch, SamplingParams, check_beam_search
-from chatd.errors import ChatdError, Conflict, EngineError, RateLimited, Unavailable
+from chatd.errors import Conflict, RateLimited, Unavailable
 from chatd.journal.records import Change, MessageRecord, SaveMessage
 from chatd.protocol import Message, Params
 from chatd.sessions.context_policy import ContextMaker, Prompt
@@ -30,9 +29,9 @@ from chatd.sessions.searches import BeamResults
 from chatd.sessions.session import Session
 from chatd.sessions.stats import SessionStats
 from chatd.sessions.stored import answer_record, message_record
-from chatd.sessions.turn import AnswerText, TokenLogprobs, Turn, TurnSink
+from chatd.sessions.turn import AnswerText, Turn, TurnSink
 from chatd.sessions.turn_ends import TurnEnds
-from chatd.sessions.turn_reports import error_of
+from chatd.sessions.turn_progress import TurnProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +74,9 @@ class TurnRunner:
         clock: Gives Unix seconds.
         monotonic: Gives seconds for timings.
         on_ended: Called with every turn that ended once it was submitted, and whether its answer was committed.
+
+    Attributes:
+        progress: Takes in what the engine says of them.
     """
 
     def __init__(
@@ -109,6 +111,9 @@ class TurnRunner:
         self.observers = self._ends.observers
         self.searches = BeamResults(requests, vocabulary, encoder, self._ends, new_id)
         self.restorer = Restorer(requests, recorder, self._ends, lambda: self.model, self.text_of, monotonic=monotonic)
+        self.progress = TurnProgress(
+            requests, recorder, self._ends, self.searches, self.restorer, stats, monotonic=monotonic
+        )
         self._num_by_owner = self._ends.num_by_owner
 
     @property
@@ -368,83 +373,7 @@ class TurnRunner:
         """
         self.is_ready = False
         self.requests.on_died()
-        for turn in self.requests.turns():
-            if turn.is_ending:
-                continue
-            if turn.decided is not None:
-                self._ends.finish(turn, turn.decided, None)
-            else:
-                self.restorer.interrupt(turn, reason, was_running=_may_be_why(turn, alone))
-
-    def on_tokens(self, request: RequestId, ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> None:
-        """Take the new tokens of one request."""
-        turn = self.requests.turn_of(request)
-        if turn is None or turn.decided is not None or turn.is_ending:
-            return
-        text, answer = turn.text, turn.answer
-        assert text is not None and answer is not None, "tokens for a turn without an answer"  # noqa: PT018
-        now = self._monotonic()
-        if turn.first_token_at is None:
-            turn.first_token_at = now
-            turn.session.latest.prefill = None
-            for observer in self.observers:
-                observer.first_token(turn.session.owner, now - turn.accepted_at)
-        else:
-            for observer in self.observers:
-                observer.next_tokens(turn.session.owner, len(ids), now - turn.last_token_at)
-        turn.last_token_at = now
-        start = len(text.ids)
-        delta = text.push(ids, logprobs)
-        if turn.record is not None:
-            # Fewer than came where a stop string ends among them.
-            self._recorder.note_tokens(answer.id, start, text.ids[start:])
-        if text.is_stopped:
-            turn.decided = FinishReason.STOP_STRING
-            self.requests.finish(turn, answer.num_tokens + len(text.ids))
-        if delta is not None:
-            self._ends.deliver(turn, answer, delta)
-
-    def on_beams(self, found: Beams) -> None:
-        """Take what a search found: the best sequence is the answer."""
-        turn = self.requests.turn_of(found.request)
-        if turn is None or turn.decided is not None or turn.is_ending:
-            return
-        self.on_tokens(found.request, found.sequences[0].ids, None)
-        self.searches.take(turn, found)
-
-    def on_done(self, done: Done) -> None:
-        """End the turn of a request."""
-        turn = self.requests.turn_of(done.request)
-        if turn is None or turn.is_ending:
-            return
-        if done.reason is FinishReason.FAILED and turn.decided is None:
-            self._ends.fail(turn, error_of(done))
-        else:
-            self._ends.finish(turn, turn.decided or done.reason, done)
-
-    def on_lease_lost(self, request: RequestId) -> None:
-        """Send the whole log, or end a turn that was cancelled meanwhile."""
-        turn = self.requests.turn_of(request)
-        if turn is None or turn.is_ending:
-            return
-        self._stats.lease_misses += 1
-        if turn.decided is not None:
-            self.requests.lose(turn.session)
-            self._ends.finish(turn, turn.decided, None)
-        elif turn.base_len == 0:
-            self._ends.fail(turn, EngineError("the engine lost a lease that it was given whole"))
-        else:
-            try:
-                self.requests.submit(turn, whole=True)
-            except Unavailable as error:
-                self._ends.fail(turn, error)
-
-    def fail_request(self, request: RequestId, error: ChatdError) -> None:
-        """End a turn whose messages could not be handled; the engine is told to stop."""
-        turn = self.requests.turn_of(request)
-        if turn is not None:
-            self.requests.cancel(turn)
-            self._ends.fail(turn, error)
+        self.progress.interrupt(reason, alone)
 
     def _token_text(self, token_id: int) -> str:
         return self._vocabulary.token_bytes[token_id].decode(errors="replace")
@@ -462,11 +391,3 @@ def check_free(session: Session) -> None:
             code="session_busy",
             hint="wait for its end, or cancel it",
         )
-
-
-def _may_be_why(turn: Turn, alone: int) -> bool:
-    """Return whether what was computed of a turn may be why an engine died."""
-    if not turn.is_running or alone == NOT_KNOWN or turn.text is None:
-        return turn.is_running
-    # A suspect has steps of its own: it is the only one in them, and in no others.
-    return not turn.deaths.is_suspect(len(turn.text.ids)) if alone == NO_SUSPECT else turn.request == alone

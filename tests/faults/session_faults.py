@@ -93,9 +93,9 @@ SESSION_FAULTS = (
     fault(
         "the engine is told to keep a token past a stop string",
         "the next turn goes on from ids that the session does not have",
-        "chatd/sessions/turns.py",
-        "self.requests.finish(turn, answer.num_tokens + len(text.ids))",
-        "self.requests.finish(turn, answer.num_tokens + len(text.ids) + 1)",
+        "chatd/sessions/turn_progress.py",
+        "self._requests.finish(turn, answer.num_tokens + len(text.ids))",
+        "self._requests.finish(turn, answer.num_tokens + len(text.ids) + 1)",
         "tests/sessions/test_manager.py::test_a_stop_string_ends_the_answer_where_it_was_completed",
     ),
     fault(

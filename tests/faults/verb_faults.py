@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from seeded_fault import fault
 
+PROGRESS = "chatd/sessions/turn_progress.py"
 TURNS = "chatd/sessions/turns.py"
 ERASING = "chatd/sessions/erasing.py"
 OPERATOR = "chatd/sessions/operator_door.py"
-REQUESTS = "chatd/sessions/engine_requests.py"
+AHEAD = "chatd/sessions/computed_ahead.py"
 CONTEXT = "chatd/sessions/context_policy.py"
 RECORDER = "chatd/sessions/recorder.py"
 CRASHES = "chatd/sessions/crashes.py"
@@ -85,7 +86,7 @@ VERB_FAULTS = (
     fault(
         "a draft is kept where what was sent is another text",
         "an answer goes on from words that nobody sent",
-        REQUESTS,
+        AHEAD,
         "            base_len = min(base_len + num_equal, answer.num_tokens - 1)\n",
         "            base_len = min(end, answer.num_tokens - 1)\n",
         TEST_DRAFTS + "a_message_that_is_another_one_forgets_the_draft",
@@ -94,9 +95,9 @@ VERB_FAULTS = (
     fault(
         "what is left of a draft stays in the tiers",
         "what somebody typed and never sent is kept",
-        REQUESTS,
-        "        if base_len < end:\n            self.tell(Trim(lease.id, base_len, forget=True))\n",
-        "        if base_len < end:\n            self.tell(Trim(lease.id, base_len))\n",
+        AHEAD,
+        "        if base_len < end:\n            self._line.tell(Trim(lease.id, base_len, forget=True))\n",
+        "        if base_len < end:\n            self._line.tell(Trim(lease.id, base_len))\n",
         TEST_DRAFTS + "a_message_that_is_another_one_forgets_the_draft",
     ),
     fault(
@@ -201,7 +202,7 @@ VERB_FAULTS = (
     fault(
         "a suspect is blamed for what others' steps do",
         "an answer that hurts nobody fails since another one ends engines beside it",
-        TURNS,
+        PROGRESS,
         "    return not turn.deaths.is_suspect(len(turn.text.ids)) if alone == NO_SUSPECT else turn.request == alone\n",
         "    return alone == NO_SUSPECT or turn.request == alone\n",
         TEST_BLAME + "a_suspect_is_not_to_blame_for_what_others_do_in_steps_of_theirs",
@@ -209,7 +210,7 @@ VERB_FAULTS = (
     fault(
         "nobody is blamed for a step alone",
         "one answer ends every engine that is started for it, for ever",
-        TURNS,
+        PROGRESS,
         "    return not turn.deaths.is_suspect(len(turn.text.ids)) if alone == NO_SUSPECT else turn.request == alone\n",
         "    return not turn.deaths.is_suspect(len(turn.text.ids))\n",
         TEST_BLAME + "a_suspect_fails_with_the_engine_that_ends_in_its_own_step_and_nobody_else_is_one",

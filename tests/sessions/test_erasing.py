@@ -209,7 +209,7 @@ async def test_a_failed_turn_leaves_nothing_computed_behind() -> None:
     request = session.turn.request
     engine.step()
     engine.step()
-    manager._runner.fail_request(request, StorageError("no room"))
+    manager._runner.progress.fail_request(request, StorageError("no room"))
     engine.run()
     assert manager.items(session) == []
     assert cached(engine, ids) == 0

@@ -9,8 +9,9 @@ from chatd.protocol import Message
 from chatd.sessions.conversation import Conversation, Owner
 from chatd.sessions.events import EventRing
 from chatd.sessions.known_messages import KnownMessages
+from chatd.sessions.leases import Lease
 from chatd.sessions.logs import Node
-from chatd.sessions.session import Lease, Session
+from chatd.sessions.session import Session
 
 OWNERS = (Owner("t", "a"), Owner("t", "b"))
 
