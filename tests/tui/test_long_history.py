@@ -115,6 +115,19 @@ async def test_a_conversation_is_opened_at_its_end_and_scrolled_to_its_beginning
         assert transcript.views() == items
 
 
+async def test_nothing_that_was_drawn_of_a_message_is_kept_once_it_is_gone(
+    daemon: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    app = make_app(daemon)
+    async with app.run_test(size=SIZE) as pilot:
+        transcript = await opened(app, pilot, views(60), wait_until)
+        gone = list(transcript.messages)
+        await pilot.press("ctrl+home")
+        await settled(transcript, pilot)
+        assert not set(gone) & set(transcript.messages)
+        assert not any(message._styles_cache._cache for message in gone)
+
+
 async def test_jumps_show_what_is_there(daemon: ScriptedDaemon, make_app: MakeApp, wait_until) -> None:
     app = make_app(daemon)
     async with app.run_test(size=SIZE) as pilot:

@@ -600,3 +600,17 @@ async def test_another_branch_is_drawn_from_where_it_parts(
         # From the start.
         news(p.BranchSelected(session=session.id, seq=96, ts=0, leaf="e", items=[edited]))
         await wait_until(lambda: shown() == ["e"])
+
+
+@pytest.mark.parametrize("headless", [True, False])
+async def test_what_starting_leaves_is_passed_over_by_searches_for_garbage_where_there_is_a_terminal(
+    daemon: ScriptedDaemon, make_app: MakeApp, wait_until, monkeypatch, headless: bool
+) -> None:
+    app = make_app(daemon)
+    settled: list[str] = []
+    monkeypatch.setattr("chatd_tui.news_app.settle", lambda: settled.append(app.chat.title_bar.view.phase))
+    monkeypatch.setattr(ChatApp, "is_headless", property(lambda _: headless))
+    async with app.run_test() as pilot:
+        await wait_until(connected(app))
+        await pilot.pause()
+        assert settled == ([] if headless else ["connected"])

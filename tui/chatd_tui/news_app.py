@@ -26,6 +26,7 @@ from chatd.protocol import (
 )
 from chatd_tui import messages, status_text
 from chatd_tui.background import run_beside
+from chatd_tui.collection import settle
 from chatd_tui.conversation import Conversation
 from chatd_tui.fault_report import FaultReport
 from chatd_tui.keymap import Keymap
@@ -66,6 +67,7 @@ class NewsApp(FaultReport, App[None], inherit_bindings=False):
         )
         self.chat.composer.typed = self.typing_ahead.changed
         self.meter = MeterView()
+        self._is_settled = False
         self.wanted_item: str | None = None
         """The message to go to, once its conversation is there."""
 
@@ -93,6 +95,9 @@ class NewsApp(FaultReport, App[None], inherit_bindings=False):
         if not self.daemons.is_shown(message):
             return
         self.draw_connection(message.state)
+        if not self._is_settled and message.state.phase is ConnectionPhase.CONNECTED and not self.is_headless:
+            self._is_settled = True
+            self.call_after_refresh(settle)
         if is_new:
             self.draw_meter(context_max=self.chat.transcript.welcome.context)
 

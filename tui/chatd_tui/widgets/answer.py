@@ -96,6 +96,10 @@ class AnswerMessage(Vertical):
         self._dirty = True
         self._timer = self.set_interval(FLUSH_INTERVAL_S, self._flush)
 
+    def on_unmount(self) -> None:
+        """Forget the lines as they were drawn, as `LinesView` does."""
+        self._styles_cache.clear()
+
     def extend(self, text: str) -> None:
         """Add cleaned text; cheap, drawn at the next flush."""
         self._text += text

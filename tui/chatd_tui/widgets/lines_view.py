@@ -74,6 +74,12 @@ class LinesView(Widget):
         super().notify_style_update()
         self._strips.clear()
 
+    def on_unmount(self) -> None:
+        """Forget the lines as they were drawn."""
+        # Textual keeps the cache of a widget that is gone as the key of another cache, with a hundred objects a line.
+        self._styles_cache.clear()
+        self._strips.clear()
+
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:
         """Return the selected text."""
         return selection.extract("\n".join(line.plain for line in self._lines)), "\n"
