@@ -7,7 +7,6 @@ Like everything in a plan they count only when it is committed. Decides nothing 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,13 +14,13 @@ from chatd.engine.cost_model import CostModel, StepRoom
 from chatd.engine.draft import Draft
 from chatd.engine.engine_config import EngineConfig
 from chatd.engine.fairness import WaitingRequests
+from chatd.engine.lower_blocks import LowerBlocks
 from chatd.engine.messages import WaitReason
 from chatd.engine.plan import BlockMove
 from chatd.engine.preemption import SwapEstimate
 from chatd.engine.request import Request, RequestStatus
 from chatd.kvcache.block import BlockId
 from chatd.kvcache.block_table import BlockTable
-from chatd.kvcache.digests import Digester, LeaseNames
 from chatd.kvcache.host_block import HostBlock
 from chatd.kvcache.lease import Lease, LeaseState
 from chatd.kvcache.leases import LeaseTable
@@ -70,6 +69,7 @@ class BlockMoves:
         cost: What computing takes.
 
     Attributes:
+        below: What leases have there.
         is_on: There is something below the pool.
         is_waiting: A running request could not be placed in this plan because the disk reads for it.
     """
@@ -84,12 +84,12 @@ class BlockMoves:
         cost: CostModel,
     ) -> None:
         self.tiers = tiers
-        self.is_on = tiers.num_slots > 0
+        self.below = LowerBlocks(config, kv, tiers)
+        self.is_on = self.below.is_on
         self._config = config
         self._kv = kv
         self._leases = leases
         self._waiting = waiting
-        self._names = LeaseNames(kv, Digester(config.digest_key, config.namespace, config.block_size))
         self._estimate = SwapEstimate(config, kv, cost)
         self._planned = PlannedStores()
         self._credit_s = 0.0
@@ -98,7 +98,7 @@ class BlockMoves:
         # By request that was set aside, what the disk was reading for it then.
         self._restoring: dict[Request, list[bytes]] = {}
         if self.is_on:
-            leases.is_below = self._is_below
+            leases.is_below = self.below.is_below
 
     @property
     def num_restoring(self) -> int:
@@ -173,7 +173,7 @@ class BlockMoves:
         coming: list[bytes] = []
         is_busy = False
         for place in range(start // self._config.block_size, self._num_loadable(request.lease)):
-            block = self._find(request.lease, place)
+            block = self.below.find(request.lease, place)
             if block is not None:
                 self.tiers.pin(block)
                 ready.append(block)
@@ -207,7 +207,7 @@ class BlockMoves:
         most = room.loads_within(costs.host_fixed_s, costs.host_in_s_per_block)
         found: list[HostBlock] = []
         for place in range(first, min(end, first + most)):
-            block = self._find(lease, place)
+            block = self.below.find(lease, place)
             if block is None:
                 break
             self.tiers.pin(block)
@@ -230,7 +230,7 @@ class BlockMoves:
         size = self._config.block_size
         end = min((start + num_rows) // size, self._num_loadable(request.lease))
         for place in range(start // size + 1, end):
-            if self._find(request.lease, place) is not None:
+            if self.below.find(request.lease, place) is not None:
                 return place * size - start
         return num_rows
 
@@ -257,7 +257,7 @@ class BlockMoves:
         if not self.is_on or mode == "recompute" or not num_full:
             return 0
         own = [place for place in range(num_full) if self._kv.pool.blocks[lease.table.block_ids[place]].ref_count == 1]
-        missing = [place for place in own if not self._is_below(lease, place)]
+        missing = [place for place in own if not self.below.is_below(lease, place)]
         if not own or (mode == "auto" and not self._estimate.is_swap_cheaper(request, len(own), len(missing))):
             return 0
         num_saved = len(own) - len(missing)
@@ -283,48 +283,6 @@ class BlockMoves:
         """Copy down a slice of what idle leases hold, with nothing else to do."""
         self._store_ahead(max(IDLE_SLICE_S, self._config.transfer_costs.host_out_s_per_block))
 
-    def forget(self, lease: Lease, first: int = 0) -> None:
-        """Give up everything below the pool that a lease could be restored from, from the block at `first` on."""
-        if self.is_on:
-            for digest in self._names.all_of(lease)[first:]:
-                self.tiers.forget(digest)
-
-    def forget_sequence(self, tenant: str | None, token_ids: array[int], first: int) -> tuple[int, int]:
-        """Give up the blocks of a sequence from the place `first` on; return how many the host had, and the disk."""
-        if not self.is_on:
-            return 0, 0
-        num_host = num_disk = 0
-        for digest in self._names.of_sequence(tenant, token_ids)[first:]:
-            num_host += self.tiers.is_in_host(digest)
-            num_disk += self.tiers.is_on_disk(digest)
-            self.tiers.forget(digest)
-        return num_host, num_disk
-
-    def forget_tenant(self, tenant: str, digests: Sequence[bytes]) -> tuple[int, int]:
-        """Give up all that the host has of a tenant, and these blocks of the disk; return how many either had."""
-        return self.tiers.forget_tenant(tenant, digests) if self.is_on else (0, 0)
-
-    def counts(self, lease: Lease) -> tuple[int, int]:
-        """Return the tokens of a lease beyond the pool's that the host has, and of the rest that the disk has.
-
-        Stops where it is plain that one of the two has most of them.
-        """
-        size = self._config.block_size
-        host = disk = 0
-        if self.tiers.is_empty:
-            return 0, 0
-        most = len(lease.token_ids) // 2
-        for place in range(lease.table.num_computed_tokens // size, len(lease.token_ids) // size):
-            if self._find(lease, place) is not None:
-                host += size
-            elif any(self.tiers.is_on_disk(digest) for _, digest in self._names.of(lease, place)):
-                disk += size
-            else:
-                break
-            if max(host, disk) > most:
-                break
-        return host, disk
-
     # Parts.
 
     @property
@@ -339,22 +297,15 @@ class BlockMoves:
         """Full blocks, but never the one with the last token, whose logits are needed."""
         return (len(lease.token_ids) - 1) // self._config.block_size
 
-    def _find(self, lease: Lease, place: int) -> HostBlock | None:
-        for _, digest in self._names.of(lease, place):
-            block = self.tiers.get(digest)
-            if block is not None:
-                return block
-        return None
-
     def _is_below_next(self, request: Request, place: int) -> bool:
         """Return whether a block can be loaded, or fetched, instead of being computed."""
         if place >= self._num_loadable(request.lease):
             return False
-        return self._find(request.lease, place) is not None or self._find_on_disk(request, place) is not None
+        return self.below.find(request.lease, place) is not None or self._find_on_disk(request, place) is not None
 
     def _find_on_disk(self, request: Request, place: int) -> bytes | None:
         """Return the name of a block that the disk reads already, or would read for this request."""
-        for _, digest in self._names.of(request.lease, place):
+        for _, digest in self.below.names.of(request.lease, place):
             if self.tiers.is_coming(digest):
                 return digest
             # What was fetched for this request and is gone again would be gone the next time as well.
@@ -365,7 +316,7 @@ class BlockMoves:
     def _fetch(self, request: Request, place: int, digest: bytes) -> bool:
         lease = request.lease
         tenant = lease.tenant if digest == lease.digests[place] else None
-        origin = self._names.origin(tenant, lease, place)
+        origin = self.below.names.origin(tenant, lease, place)
         if not self.tiers.fetch(digest, origin, tenant, lease.lease_id):
             return False
         request.num_fetched_blocks = place + 1
@@ -378,14 +329,10 @@ class BlockMoves:
         size = self._config.block_size
         return self._config.transfer_costs.disk_in_s_per_block <= self._estimate.compute_s(0, size)
 
-    def _is_below(self, lease: Lease, place: int) -> bool:
-        _, digest = self._names.in_pool(lease, place)
-        return self.tiers.is_below(digest)
-
     def _store(self, lease: Lease, place: int, *, is_ahead: bool) -> tuple[BlockMove, HostBlock] | None:
-        tenant, digest = self._names.in_pool(lease, place)
+        tenant, digest = self.below.names.in_pool(lease, place)
         block_id = lease.table.block_ids[place]
-        origin = self._names.origin(tenant, lease, place)
+        origin = self.below.names.origin(tenant, lease, place)
         entry = self._kv.pool.blocks[block_id].entry
         block = self.tiers.store(digest, origin, tenant, lease.lease_id, entry, is_ahead=is_ahead)
         return None if block is None else (BlockMove(block_id, block.slot), block)
@@ -412,7 +359,7 @@ class BlockMoves:
             # From the tail, which is what the pool wants back first, and so what the tiers give up first.
             place = lease.next_dirty - 1
             spent_s += _VISIT_S
-            _, digest = self._names.in_pool(lease, place)
+            _, digest = self.below.names.in_pool(lease, place)
             if self.tiers.is_below(digest):
                 self.tiers.touch(digest, lease.lease_id)
             else:

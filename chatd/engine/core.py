@@ -111,7 +111,7 @@ class EngineCore:
         self.scheduler = Scheduler(config, self.kv, self.leases, self.tiers, log)
         self.is_shutting_down = False
         self._submissions = Submissions(config, self.scheduler)
-        self._eraser = Eraser(self.kv, self.leases, self.scheduler.moves)
+        self._eraser = Eraser(self.kv, self.leases, self.scheduler.moves.below)
         self._reporter = Reporter(self.scheduler, config.waiting_interval_s)
         self.pipeline = Pipeline(config, self.scheduler, runner, clock, self._reporter)
         self._checking: Iterator[None] | None = None

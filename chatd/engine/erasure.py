@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from chatd.engine.block_moves import BlockMoves
+from chatd.engine.lower_blocks import LowerBlocks
 from chatd.engine.messages import PUBLIC_TENANT, Erase, Erased, EraseTenant
 from chatd.kvcache.lease import Lease
 from chatd.kvcache.leases import LeaseTable
@@ -23,13 +23,13 @@ class Eraser:
     Args:
         kv: Block tables.
         leases: Of the same manager.
-        moves: Know what is below the pool.
+        below: What leases have below the pool.
     """
 
-    def __init__(self, kv: KVCacheManager, leases: LeaseTable, moves: BlockMoves) -> None:
+    def __init__(self, kv: KVCacheManager, leases: LeaseTable, below: LowerBlocks) -> None:
         self._kv = kv
         self._leases = leases
-        self._moves = moves
+        self._below = below
 
     def erase(self, message: Erase, lease: Lease | None) -> Erased:
         """Close a lease that no request is on, where it is open, and forget the sequence; say what is gone."""
@@ -43,14 +43,14 @@ class Eraser:
             return Erased(message.lease, num_blocks, 0, 0)  # No such id was ever computed.
         first = self._num_shared(tenant, token_ids) // self._kv.block_size
         num_blocks += self._kv.forget_sequence(tenant, token_ids, first)
-        num_host, num_disk = self._moves.forget_sequence(tenant, token_ids, first)
+        num_host, num_disk = self._below.forget_sequence(tenant, token_ids, first)
         return Erased(message.lease, num_blocks, num_host, num_disk)
 
     def erase_tenant(self, message: EraseTenant) -> Erased:
         """Close every lease of a tenant, on which no request is, and forget all its blocks; say what is gone."""
         num_blocks = sum([self._close(lease) for lease in list(self._leases) if lease.tenant == message.tenant])
         num_blocks += self._kv.forget_tenant(message.tenant)
-        num_host, num_disk = self._moves.forget_tenant(message.tenant, message.digests)
+        num_host, num_disk = self._below.forget_tenant(message.tenant, message.digests)
         return Erased(message.lease, num_blocks, num_host, num_disk)
 
     def _close(self, lease: Lease) -> int:
@@ -65,7 +65,7 @@ class Eraser:
         if length >= len(lease.token_ids):
             return
         first = max(length, self._num_shared(lease.tenant, lease.token_ids, but=lease)) // self._kv.block_size
-        self._moves.forget(lease, first)
+        self._below.forget(lease, first)
         self._kv.forget_sequence(lease.tenant, lease.token_ids, first)
         self._leases.trim(lease, length)
 

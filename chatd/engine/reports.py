@@ -50,7 +50,7 @@ def tier_of(lease: Lease, moves: BlockMoves) -> Tier:
     device, total = lease.table.num_computed_tokens, len(lease.token_ids)
     if 2 * device >= total:
         return Tier.DEVICE
-    host, disk = moves.counts(lease)
+    host, disk = moves.below.counts(lease)
     parts = {Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk, Tier.TOKENS: total - device - host - disk}
     return max(parts, key=lambda tier: parts[tier])
 

@@ -195,7 +195,7 @@ class Roster:
             if reason is FinishReason.FAILED:
                 for member in group.members:
                     self.kv.poison(member.lease.table)
-                    self.moves.forget(member.lease)
+                    self.moves.below.forget(member.lease)
             self.beams.close(group)
         assert request.status is not RequestStatus.FINISHED, f"{request} has ended already"
         if request.status is RequestStatus.RUNNING:

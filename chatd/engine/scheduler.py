@@ -192,7 +192,7 @@ class Scheduler:
                 self.flights.void(request)
                 self.kv.discard(draft.allocation)
                 self.kv.poison(lease.table)
-                self.moves.forget(lease)
+                self.moves.below.forget(lease)
                 ended.append((request, FinishReason.FAILED, failed.get(request_id, "no token was drawn")))
                 continue
             self.kv.commit(draft.allocation, end, ids)

@@ -42,7 +42,7 @@ def cached(engine, ids, tenant="acme"):
 
 
 def below(engine, disk, ids, tenant="acme"):
-    names = engine.core.scheduler.moves._names.of_sequence(tenant, array("i", ids))
+    names = engine.core.scheduler.moves.below.names.of_sequence(tenant, array("i", ids))
     return sum(name in disk.digests or engine.core.tiers.is_in_host(name) for name in names)
 
 
@@ -208,7 +208,7 @@ def test_nothing_of_a_tenant_is_left_in_any_tier_and_its_neighbors_keep_theirs()
 
 
 def names_of(engine, ids, tenant):
-    return engine.core.scheduler.moves._names.of_sequence(tenant, array("i", ids))
+    return engine.core.scheduler.moves.below.names.of_sequence(tenant, array("i", ids))
 
 
 def erase_tenant(engine, digests):

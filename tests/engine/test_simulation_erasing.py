@@ -64,7 +64,7 @@ class Erasing(Simulation):
         own = [block_id for block_id in found[first:] if core.pool.blocks[block_id].account is not core.pool.public]
         assert not own, f"blocks {own} of what is erased can be found"
         if core.scheduler.moves.is_on:
-            names = core.scheduler.moves._names.of_sequence(tenant, ids)
+            names = core.scheduler.moves.below.names.of_sequence(tenant, ids)
             assert not any(map(core.tiers.is_below, names[first:])), "what is erased is in a tier below the pool"
 
 

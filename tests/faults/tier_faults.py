@@ -96,7 +96,7 @@ TIER_FAULTS = (
         "what may hold NaN stays below the pool",
         "a turn that failed fails again whenever its KV is loaded",
         SCHEDULER,
-        "                self.moves.forget(lease)\n",
+        "                self.moves.below.forget(lease)\n",
         "",
         TEST_BLOCK_MOVES + "what_may_hold_nan_is_forgotten_below_the_pool_too",
     ),
