@@ -32,6 +32,7 @@ from chatd.config.folders import (
     local_key_path,
     read_local_key,
     state_dir,
+    theme_path,
     usual_keys_path,
 )
 from chatd.config.servers import Server, chosen_servers, read_servers, servers_path, single_server
@@ -102,6 +103,7 @@ __all__ = [
     "single_server",
     "state_dir",
     "theme_name",
+    "theme_path",
     "usual_keys_path",
 ]
 

@@ -58,6 +58,11 @@ def keymap_path() -> Path:
     return config_dir() / "keymap.toml"
 
 
+def theme_path() -> Path:
+    """Return the file in which the terminal client keeps the theme that was chosen last."""
+    return state_dir() / "theme"
+
+
 def _user_dir(variable: str, fallback: str) -> Path:
     base = os.environ.get(variable)
     return (Path(base) if base else Path.home() / fallback) / "chatd"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 from textual.color import Color
 
+from chatd.config import theme_path
 from chatd.errors import ConfigError
 from chatd.testing.scripted_daemon import ScriptedDaemon
 from chatd_tui.app import ChatApp
@@ -13,6 +14,8 @@ from chatd_tui.screens.form import FormScreen
 from chatd_tui.screens.help import HelpScreen
 from chatd_tui.screens.pool import PoolScreen
 from chatd_tui.theme import THEMES, check_theme
+from chatd_tui.theme_memory import ThemeMemory, first_theme, usual_memory
+from chatd_tui.top import PoolApp
 
 MakeApp = Callable[..., ChatApp]
 
@@ -92,3 +95,49 @@ async def test_no_color_is_shades_of_grey(
         colored = {shade for shade in shades if len({*Color.parse(shade).rgb}) > 1}
         # What a screenshot draws around the screen is not the app's.
         assert colored <= {"#ff5f57", "#febc2e", "#28c840", "#c5c8c6"}
+
+
+async def test_the_theme_that_was_chosen_is_there_at_the_next_start(
+    daemon: ScriptedDaemon, tmp_path, wait_until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.delenv("CHATD_THEME", raising=False)
+    assert first_theme() == "chatd"
+    app = ChatApp(daemon.url, copies=tmp_path, chosen=usual_memory(), theme=first_theme())
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(connected(app))
+        assert not theme_path().exists(), "what nobody chose is not kept"
+        app.chat.composer.load_text("/theme nord")
+        await pilot.press("enter")
+        await wait_until(theme_path().exists)
+        assert app.chat.status.hint == "the client begins with them now"
+        # By the list as well.
+        app.theme = "dracula"
+        await wait_until(lambda: first_theme() == "dracula")
+    assert [each.name for each in theme_path().parent.iterdir()] == ["theme"]
+    assert theme_path().stat().st_mode & 0o777 == 0o600
+    # What is asked for now goes before what was chosen once.
+    monkeypatch.setenv("CHATD_THEME", "ansi-dark")
+    assert first_theme() == "ansi-dark"
+    assert first_theme("gruvbox") == "gruvbox"
+
+
+def test_a_theme_that_is_not_known_any_more_or_a_file_that_is_none_is_passed_over(tmp_path) -> None:
+    for content in (b"solarized-of-tomorrow\n", b"\xff\x1b[2J", b"x" * 10_000, b""):
+        (tmp_path / "theme").write_bytes(content)
+        assert ThemeMemory(tmp_path / "theme").recall() is None
+    assert ThemeMemory(tmp_path).recall() is None
+    (tmp_path / "theme").unlink()
+    ThemeMemory(tmp_path / "theme" / "none").keep("nord")
+    (tmp_path / "file").write_text("")
+    # Where nothing can be written the client goes on.
+    ThemeMemory(tmp_path / "file" / "theme").keep("nord")
+    ThemeMemory().keep("nord")
+    assert ThemeMemory().recall() is None
+
+
+async def test_the_pool_alone_has_the_theme_as_well(daemon: ScriptedDaemon, wait_until) -> None:
+    app = PoolApp(daemon.url, theme="ansi-light")
+    async with app.run_test(size=(80, 24)):
+        await wait_until(lambda: isinstance(app.screen, PoolScreen))
+        assert {"muted", "faint", "line"} <= app.theme_variables.keys()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 from chatd import typed_params
 from chatd.clean import clean_line
+from chatd.config import theme_name
 from chatd.errors import ChatdError, InvalidRequest
 from chatd.protocol import ContextPolicy, Params
 from chatd_tui import status_text
@@ -334,7 +335,10 @@ class Actions:
             self._app.search_themes()
             return
         self._app.theme = check_theme(argument)
-        self._say(f"the colors are those of {argument}", f"CHATD_THEME={argument} has the client begin with them")
+        begins = (
+            f"CHATD_THEME has it begin with {named}" if (named := theme_name()) else "the client begins with them now"
+        )
+        self._say(f"the colors are those of {argument}", clean_line(begins, 80))
 
     async def help(self, _: str) -> None:
         """List the commands and keys."""

@@ -10,9 +10,10 @@ from typing import ClassVar
 
 from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
+from textual.theme import Theme
 
 from chatd.clean import clean, clean_line
-from chatd.config import Server, input_history_path, state_dir, theme_name
+from chatd.config import Server, input_history_path, state_dir
 from chatd.errors import ChatdError
 from chatd.protocol import (
     AttachRole,
@@ -35,6 +36,7 @@ from chatd_tui.screens.pool import PoolScreen
 from chatd_tui.sending import Sending
 from chatd_tui.terminal_size import forget_exported_size
 from chatd_tui.theme import CHATD, check_theme, own_variables
+from chatd_tui.theme_memory import ThemeMemory, first_theme, usual_memory
 from chatd_tui.views import FoundRow, MeterView
 from chatd_tui.widgets.status import StatusView
 
@@ -51,6 +53,7 @@ class ChatApp(NewsApp, inherit_bindings=False):
         history: What was sent before; in memory only, where none is given.
         keymap: The keys of the commands.
         theme: Its name.
+        chosen: Keeps another theme that is chosen; nothing does, where none is given.
     """
 
     TITLE = "chatd"
@@ -72,12 +75,14 @@ class ChatApp(NewsApp, inherit_bindings=False):
         history: InputHistory | None = None,
         keymap: Keymap = DEFAULT,
         theme: str = CHATD.name,
+        chosen: ThemeMemory | None = None,
     ) -> None:
         super().__init__([Server("", servers, lambda: key)] if isinstance(servers, str) else servers, keymap)
         recognize_alt_enter()
         self.use_command_palette = True
         self.register_theme(CHATD)
-        self.theme = check_theme(theme)
+        self.theme = self._known_theme = check_theme(theme)
+        self._chosen_theme = chosen or ThemeMemory()
         self.keymap = keymap
         self.set_keymap(keymap.moved())
         self.chat.composer.suggest = self._suggest
@@ -91,7 +96,14 @@ class ChatApp(NewsApp, inherit_bindings=False):
         """Show the conversation and connect."""
         self.push_screen(self.chat)
         self.stay_connected()
+        self.theme_changed_signal.subscribe(self, self._keep_theme)
         self.run_worker(self._sent.load, group="history", thread=True)
+
+    def _keep_theme(self, theme: Theme) -> None:
+        """Have the next start begin with a theme that was chosen, by whichever way."""
+        if theme.name != self._known_theme:
+            self._known_theme = theme.name
+            self.run_worker(partial(self._chosen_theme.keep, theme.name), group="theme", thread=True)
 
     # Wishes of the person.
 
@@ -322,17 +334,18 @@ def run_app(
 
     Args:
         keymap: Of the usual file, where none is given.
-        theme: That of `CHATD_THEME`, else our own, where none is given.
+        theme: That of `CHATD_THEME`, else the one that was chosen last, else our own, where none is given.
         mouse: Take the mouse; else the terminal has it, and selects text with it.
 
     Raises:
         ConfigError: The usual keymap file is wrong, or there is no such theme.
     """
     keymap = keymap or load_keymap()
-    theme = check_theme(theme or theme_name() or CHATD.name)
+    theme = first_theme(theme)
     forget_exported_size()
     try:
-        app = ChatApp(servers, key, history=InputHistory(input_history_path()), keymap=keymap, theme=theme)
+        history = InputHistory(input_history_path())
+        app = ChatApp(servers, key, history=history, keymap=keymap, theme=theme, chosen=usual_memory())
         app.run(mouse=mouse)
     finally:
         if on_exit is not None:

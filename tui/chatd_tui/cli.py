@@ -60,7 +60,7 @@ def connect(
     keymap: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Keys of your own (default: keymap.toml).")
     ] = None,
-    theme: Annotated[str | None, typer.Option(help="Its name (default: CHATD_THEME, or chatd).")] = None,
+    theme: Annotated[str | None, typer.Option(help="Its name (default: CHATD_THEME, or the last one).")] = None,
     no_mouse: Annotated[bool, typer.Option("--no-mouse", help="Leave the mouse to the terminal.")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")

@@ -24,7 +24,8 @@ from chatd_tui.screens.help import HelpScreen, pool_help_lines
 from chatd_tui.screens.pool import PoolScreen
 from chatd_tui.status_text import connection_text
 from chatd_tui.terminal_size import forget_exported_size
-from chatd_tui.theme import CHATD
+from chatd_tui.theme import CHATD, check_theme, own_variables
+from chatd_tui.theme_memory import first_theme
 
 QUITS = ("quit", "pool", "pool.close")
 """What of the keymap ends this: there is nothing to go back to."""
@@ -37,6 +38,7 @@ class PoolApp(FaultReport, App[ChatdError | None]):
         url: Of the daemon.
         key: Sent as a bearer token.
         keymap: The keys of the pool page, and those of the commands that work here.
+        theme: Its name.
     """
 
     TITLE = "chatd top"
@@ -50,14 +52,18 @@ class PoolApp(FaultReport, App[ChatdError | None]):
         ),
     ]
 
-    def __init__(self, url: str, key: str | None = None, keymap: Keymap = DEFAULT) -> None:
+    def __init__(self, url: str, key: str | None = None, keymap: Keymap = DEFAULT, theme: str = CHATD.name) -> None:
         super().__init__()
         self.keymap = keymap
         self.set_keymap(keymap.moved())
         self.register_theme(CHATD)
-        self.theme = CHATD.name
+        self.theme = check_theme(theme)
         self.link = DaemonLink(Server("", url, lambda: key), self.post_message)
         self.page: PoolScreen | None = None
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        """Give a theme that is not ours the colors that our styles name."""
+        return own_variables(self.current_theme)
 
     def compose(self) -> ComposeResult:
         """Lay out what is there before the page."""
@@ -109,10 +115,10 @@ def run_pool(url: str, key: str | None = None, keymap: Path | None = None) -> No
         keymap: The file that moves keys; the usual one, where none is named.
 
     Raises:
-        ChatdError: The daemon refused, or the keymap file is wrong.
+        ChatdError: The daemon refused, the keymap file is wrong, or there is no theme of the name in `CHATD_THEME`.
     """
-    keys = load_keymap(keymap)
+    app = PoolApp(url, key, load_keymap(keymap), first_theme())
     forget_exported_size()
-    error = PoolApp(url, key, keys).run()
+    error = app.run()
     if error is not None:
         raise error
