@@ -85,7 +85,7 @@ def test_unknown_names_bring_the_likeliest() -> None:
 
 
 def test_completion_offers_names_then_what_comes_after_them() -> None:
-    assert [row.text for row in suggestions(COMMANDS, "/se", ALL)] == ["/search ", "/set ", "/settings"]
+    assert [row.text for row in suggestions(COMMANDS, "/se", ALL)] == ["/server ", "/search ", "/set ", "/settings"]
     assert len(suggestions(COMMANDS, "/", ALL)) == len(COMMANDS)
     assert suggestions(COMMANDS, "//", ALL) == []
     assert suggestions(COMMANDS, "/nothing", ALL) == []

@@ -20,6 +20,7 @@ from chatd_tui.screens.form import FormScreen
 from chatd_tui.screens.found import FoundScreen
 from chatd_tui.screens.help import ConfirmScreen, HelpScreen
 from chatd_tui.screens.pool import PoolScreen
+from chatd_tui.screens.server_choice import ServerScreen
 from chatd_tui.widgets.welcome import Welcome
 
 WaitUntil = Callable[[Callable[[], bool]], Awaitable[None]]
@@ -169,6 +170,15 @@ async def _(stage: Stage) -> None:
     await stage.wait_until(lambda: stage.app.chat.sessions.has_focus and num_lists() == before + 1)
     await stage.pilot.press("f3")
     await stage.wait_until(lambda: not stage.app.chat.sessions.display and num_lists() == before + 2)
+
+
+@of("server")
+async def _(stage: Stage) -> None:
+    await stage.enter("/server")
+    await stage.on_screen(ServerScreen)
+    await stage.pilot.press("escape")
+    await stage.enter("/server gpu")
+    await stage.told("there is no server 'gpu'")
 
 
 @of("search")
@@ -336,6 +346,7 @@ REFUSED: dict[str, set[str]] = {
     "first": set(),
     "new": set(),
     "conversations": set(),
+    "server": set(),
     "search": {OFFLINE},
     "rename": {OFFLINE, OBSERVER},
     "pin": {OFFLINE, BEFORE, OBSERVER},

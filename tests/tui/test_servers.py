@@ -5,13 +5,16 @@ from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
+from textual.widgets import OptionList
 
 from chatd import protocol as p
 from chatd.config import Server
 from chatd.errors import ConfigError
 from chatd.testing.scripted_daemon import Script, ScriptedDaemon
 from chatd_tui.app import ChatApp
+from chatd_tui.screens.server_choice import ServerScreen
 from chatd_tui.widgets.answer import AnswerMessage
+from chatd_tui.widgets.status import StatusView
 from chatd_tui.widgets.user_message import UserMessage
 
 WaitUntil = Callable[[Callable[[], bool]], Awaitable[None]]
@@ -186,3 +189,48 @@ async def test_a_name_is_shown_only_where_there_are_several(tmp_path: Path, wait
             await wait_until(all_connected(app))
             assert app.chat.title_bar.view.server == ("" if num_servers == 1 else "box")
             assert len(listed(app)) == (1 if num_servers == 1 else 4)
+
+
+async def test_a_command_goes_to_another_server_and_back_to_where_one_was(tmp_path: Path, wait_until) -> None:
+    async with (
+        ScriptedDaemon([Script(deltas=["from box"])]) as box,
+        ScriptedDaemon([Script(deltas=["from gpu"])]) as gpu,
+    ):
+        app = ChatApp([server("box", box), server("gpu", gpu)], copies=tmp_path)
+        async with app.run_test(size=SIZE) as pilot:
+            await wait_until(all_connected(app))
+            assert [row.text for row in app.chat.composer.suggest("/server g")] == ["/server gpu"]
+            await say(app, pilot, "one")
+            await wait_until(lambda: answered(app) == ["from box"] and not app.conversation.busy)
+            await say(app, pilot, "/server gpu")
+            await wait_until(lambda: app.link.name == "gpu" and not said(app))
+            await say(app, pilot, "two")
+            await wait_until(lambda: answered(app) == ["from gpu"] and not app.conversation.busy)
+            await say(app, pilot, "/server box")
+            await wait_until(lambda: answered(app) == ["from box"] and said(app) == ["one"])
+            await say(app, pilot, "/server box")
+            await wait_until(lambda: app.chat.status.text == "box is on the screen already")
+            await say(app, pilot, "/server lab")
+            await wait_until(
+                lambda: app.chat.status == StatusView("warning", "there is no server 'lab'", "there are box, gpu")
+            )
+
+
+async def test_all_servers_are_shown_with_their_states_as_these_change(tmp_path: Path, wait_until) -> None:
+    async with ScriptedDaemon() as box, ScriptedDaemon([Script(deltas=["from gpu"])]) as gpu:
+        app = ChatApp([server("box", box), server("gpu", gpu)], copies=tmp_path)
+
+        def rows() -> list[str]:
+            shown = app.screen.query_one(OptionList)
+            return [str(shown.get_option_at_index(n).prompt).splitlines()[0] for n in range(shown.option_count)]
+
+        async with app.run_test(size=SIZE) as pilot:
+            await wait_until(all_connected(app))
+            await say(app, pilot, "/server")
+            await wait_until(lambda: isinstance(app.screen, ServerScreen))
+            assert rows() == ["● box  connected · on the screen", "● gpu  connected"]
+            await gpu.stop()
+            await wait_until(lambda: rows()[1] == "◌ gpu  no connection")
+            await pilot.press("down", "enter")
+            await wait_until(lambda: app.screen is app.chat and app.link.name == "gpu")
+            assert not app.context.connected

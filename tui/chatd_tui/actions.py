@@ -16,6 +16,7 @@ from chatd_tui import status_text
 from chatd_tui.background import run_beside
 from chatd_tui.export import code_blocks, rendered, write_new
 from chatd_tui.form_fields import FIELDS
+from chatd_tui.screens.server_choice import ServerScreen
 from chatd_tui.settings_form import open_form
 from chatd_tui.theme import check_theme
 from chatd_tui.views import ItemView
@@ -171,6 +172,25 @@ class Actions:
         """Show or hide the list, as it is now: another screen may have begun or ended some."""
         self._app.chat.toggle_sessions()
         self._app.daemons.refresh_soon()
+
+    async def server(self, argument: str) -> None:
+        """Go to another daemon, to where one was there; show them all where none is named."""
+        daemons = self._app.daemons
+
+        async def go(name: str | None) -> None:
+            if name is not None and name != daemons.shown.name:
+                session, role = daemons[name].left
+                await self._app.open_session(session, role, server=name)
+
+        if not argument:
+            self._app.push_screen(ServerScreen(daemons.places), go)
+        elif argument not in daemons.names:
+            known = f"there are {', '.join(daemons.names)}" if daemons.are_several else "servers.toml names more"
+            self._say(f"there is no server {clean_line(argument, 40)!r}", known, "warning")
+        elif argument == daemons.shown.name:
+            self._say(f"{argument} is on the screen already")
+        else:
+            await go(argument)
 
     async def search(self, argument: str) -> None:
         """Find conversations."""

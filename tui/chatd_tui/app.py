@@ -143,6 +143,7 @@ class ChatApp(NewsApp, inherit_bindings=False):
             answering=self.conversation.busy,
             observer=self.link.role == "observer",
             exists=self.link.session is not None,
+            servers=self.daemons.names if self.daemons.are_several else (),
         )
 
     def unavailable(self, command: Command) -> str:

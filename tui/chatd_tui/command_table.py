@@ -110,6 +110,15 @@ COMMANDS: tuple[Command, ...] = (
         offline=True,
     ),
     Command(
+        "server",
+        "go to another server, or show them all",
+        CONVERSATIONS,
+        Actions.server,
+        hint="[NAME]",
+        is_of_servers=True,
+        offline=True,
+    ),
+    Command(
         "search",
         "find conversations by title or text",
         CONVERSATIONS,

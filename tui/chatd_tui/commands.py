@@ -29,6 +29,7 @@ class Context:
         answering: Whether an answer is in progress in the conversation on the screen.
         observer: Whether that conversation is only watched.
         exists: Whether the daemon has that conversation; a new one exists from its first message on.
+        servers: The names of the daemons, where there are several.
     """
 
     connected: bool = False
@@ -36,6 +37,7 @@ class Context:
     answering: bool = False
     observer: bool = False
     exists: bool = False
+    servers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Command:
         message_keys: Likewise, while a message is selected; each with what it stands for after the name.
         short: A word for the bottom line; none keeps the command out of it.
         choices: What completion offers after the name.
+        is_of_servers: It offers the names of the daemons.
         cap: The daemon must offer this.
         idle: Not while an answer is in progress.
         writes: Not for those who only watch.
@@ -69,6 +72,7 @@ class Command:
     message_keys: tuple[tuple[str, str], ...] = ()
     short: str = ""
     choices: tuple[str, ...] = ()
+    is_of_servers: bool = False
     cap: str = ""
     idle: bool = False
     writes: bool = False
@@ -176,7 +180,8 @@ def suggestions(commands: Sequence[Command], text: str, context: Context) -> lis
         return []
     begun = argument.rpartition(" ")[2]
     head = text[: len(text) - len(begun)]
-    chosen = [choice for choice in command.choices if choice.startswith(begun) and choice != begun]
+    choices = context.servers if command.is_of_servers else command.choices
+    chosen = [choice for choice in choices if choice.startswith(begun) and choice != begun]
     if begun and chosen:
         return [Suggestion(head + choice, choice, "") for choice in chosen]
     reason = command.unavailable(context)

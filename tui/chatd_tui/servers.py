@@ -15,12 +15,12 @@ from chatd.clean import clean_line
 from chatd.client import ConnectionPhase, ConnectionState, FoundSession
 from chatd.config import Server
 from chatd.errors import ChatdError
-from chatd.protocol import Hello, SessionInfo
+from chatd.protocol import AttachRole, Hello, SessionInfo
 from chatd_tui import status_text
 from chatd_tui.link import DaemonLink
 from chatd_tui.messages import ConnectionChanged, DaemonNews
 from chatd_tui.obstacles import obstacle
-from chatd_tui.views import FoundRow, ServerRow, SessionRow
+from chatd_tui.views import FoundRow, ServerPlace, ServerRow, SessionRow
 from chatd_tui.widgets.welcome import WelcomeView
 
 SEARCH_S = 5.0
@@ -35,6 +35,7 @@ class Daemon:
         state: Of the connection.
         hello: What it said of itself, once it did.
         sessions: The person's, last used first.
+        left: Its session that was on the screen when another daemon came there, and the role.
     """
 
     def __init__(self, server: Server, post: Callable[[DaemonNews], object], *, is_shown: bool) -> None:
@@ -42,6 +43,7 @@ class Daemon:
         self.state = ConnectionState(ConnectionPhase.CONNECTING)
         self.hello: Hello | None = None
         self.sessions: list[SessionInfo] = []
+        self.left: tuple[str | None, AttachRole] = (None, "writer")
 
     @property
     def name(self) -> str:
@@ -77,6 +79,15 @@ class Daemon:
             block_size=model.block_size,
         )
 
+    def place(self, *, is_shown: bool) -> ServerPlace:
+        """Return it as a place to go to."""
+        url, number = clean_line(self.link.url, 80), len(self.sessions)
+        parts = [url] if self.name else []
+        if self.hello is not None:
+            parts += [clean_line(self.hello.model.id, 60), f"{number} conversation{'' if number == 1 else 's'}"]
+        state = status_text.connection_word(self.state)
+        return ServerPlace(self.name, url, self.state.phase.value, state, " · ".join(parts), is_shown)
+
     def title(self) -> str:
         """Return the title of its session on the screen, "" where it has none."""
         # An archived one is in no list.
@@ -107,6 +118,11 @@ class Daemons:
         return self._all[name]
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """What each is called, in their order."""
+        return tuple(self._all)
+
+    @property
     def are_several(self) -> bool:
         """Whether a name is needed to tell them apart."""
         return len(self._all) > 1
@@ -125,6 +141,7 @@ class Daemons:
     async def show(self, name: str) -> None:
         """Bring another daemon to the screen, without a session; the one that was there is left."""
         before, self.shown = self.shown, self._all[name]
+        before.left = (before.link.session, before.link.role)
         await before.link.hide()
         await self.shown.link.show()
 
@@ -171,6 +188,10 @@ class Daemons:
     def rows(self) -> list[ServerRow]:
         """Return the list of conversations, pinned ones first, by daemon."""
         return [self._row(daemon) for daemon in self]
+
+    def places(self) -> list[ServerPlace]:
+        """Return all of them as places to go to."""
+        return [daemon.place(is_shown=daemon is self.shown) for daemon in self]
 
     def _row(self, daemon: Daemon) -> ServerRow:
         current = daemon.link.session if daemon is self.shown else None

@@ -134,6 +134,27 @@ class ServerRow:
 
 
 @dataclass(frozen=True)
+class ServerPlace:
+    """One daemon to go to, cleaned.
+
+    Attributes:
+        name: "" where it is the only one.
+        url: Where it listens.
+        phase: Of the connection.
+        state: The same in a word or two.
+        detail: Where it is, its model, and how many conversations are listed.
+        is_shown: Whether it is the one on the screen.
+    """
+
+    name: str
+    url: str
+    phase: str
+    state: str
+    detail: str
+    is_shown: bool
+
+
+@dataclass(frozen=True)
 class FoundRow:
     """One session that a search found, cleaned.
 
