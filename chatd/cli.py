@@ -35,8 +35,8 @@ from chatd.config import (
     private_settings,
     usual_keys_path,
 )
-from chatd.errors import ChatdError, EnvironmentProblem, StartupError
-from chatd.journal_commands import sessions_app, usage
+from chatd.errors import ChatdError, EnvironmentProblem, InvalidRequest, StartupError
+from chatd.journal_commands import print_table, sessions_app, usage
 
 SERVING = "Serving"
 CONVERSATIONS = "Conversations"
@@ -87,10 +87,13 @@ def main() -> None:
 
 def _fail(error: ChatdError) -> NoReturn:
     # A daemon's words, and what it quotes, may be anybody's.
-    notices.print(f"[bold red]chatd:[/] {_escaped(clean(error.message))}", highlight=False)
+    # A log or a pipe has no width at which a line, and a path in it, would be cut.
+    whole = not notices.is_terminal
+    message = clean(error.message).replace("\n", "\n       ")
+    notices.print(f"[bold red]chatd:[/] {_escaped(message)}", highlight=False, soft_wrap=whole)
     if error.hint:
-        notices.print(f"       {_escaped(clean(error.hint))}", highlight=False)
-    sys.exit(error.exit_code if isinstance(error, StartupError) else 1)
+        notices.print(f"       {_escaped(clean(error.hint))}", highlight=False, soft_wrap=whole)
+    sys.exit(error.exit_code if isinstance(error, StartupError) else 2 if isinstance(error, InvalidRequest) else 1)
 
 
 def _escaped(text: str) -> str:
@@ -290,7 +293,7 @@ def keys_list(keys_file: KeysFileOption = None) -> None:
         markup=False,
         soft_wrap=True,
     )
-    output.print(table)
+    print_table(table)
 
 
 @keys_app.command("revoke")
@@ -319,7 +322,7 @@ def config_show(
     table = Table("setting", Column("value", overflow="fold"), Column("from", overflow="fold"))
     for name, value, source in rows:
         table.add_row(name, _escaped(json.dumps(value)), _escaped(source), style="" if source != "default" else "dim")
-    output.print(table)
+    print_table(table)
 
 
 @app.command(rich_help_panel=SETTING_UP)

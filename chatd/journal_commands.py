@@ -76,7 +76,7 @@ def sessions_ls(
         return
     shown = found[:limit]
     is_narrow = output.is_terminal and output.width < WIDE_LIST
-    _print_table(_narrow_list(shown) if is_narrow else _list(shown))
+    print_table(_narrow_list(shown) if is_narrow else _list(shown))
     if len(found) > limit:
         notices.print(f"{len(found) - limit} more (--limit)", highlight=False)
 
@@ -148,7 +148,7 @@ def usage(
     for row in rows:
         counts = (row.requests, row.input_tokens, row.cached_tokens, row.output_tokens)
         table.add_row(_text(row.tenant), _text(row.key_id), str(row.day), *(f"{count:,}" for count in counts))
-    _print_table(table)
+    print_table(table)
 
 
 def _list(sessions: Sequence[SessionRecord]) -> Table:
@@ -186,7 +186,7 @@ def _marks(session: SessionRecord) -> str:
     return " ".join(name for name in ("pinned", "archived", "closed") if getattr(session, name))
 
 
-def _print_table(table: Table) -> None:
+def print_table(table: Table) -> None:
     """Print a table; into a pipe or a file as wide as it is, since nothing there has a width."""
     console = output if output.is_terminal else Console(width=MAX_WIDTH)
     console.print(table)

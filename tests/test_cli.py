@@ -1,5 +1,6 @@
 """The commands: what they print, how they refuse, and with which exit code."""
 
+import asyncio
 import io
 import json
 import os
@@ -15,6 +16,8 @@ from rich.console import Console
 
 from chatd import cli
 from chatd.cli import chat
+from chatd.errors import ConfigError
+from chatd.journal.journal import Journal
 
 PYTHON = [sys.executable, "-m", "chatd.cli"]
 
@@ -72,6 +75,45 @@ def test_a_wrong_setting_exits_with_2_and_names_it(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("chatd: CHATD_SERVER__PROT is not a setting; did you mean CHATD_SERVER__PORT?")
     assert "Traceback" not in done.stderr
+
+
+def test_nothing_is_cut_for_a_width_that_a_pipe_has_not(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 30)
+    refused = chatd("sessions", "ls", "--directory", str(folder), home=tmp_path, COLUMNS="40")
+    assert refused.stderr == (
+        f"chatd: there is no journal in {folder}\n"
+        "       a daemon makes one when it starts; name its folder with --directory\n"
+    )
+    label = "the laptop on the second desk of the third floor"
+    create = ("keys", "create", "--tenant", "acme", "--user", "ada", "--label", label)
+    assert chatd(*create, home=tmp_path).returncode == 0
+    assert label in chatd("keys", "list", home=tmp_path, COLUMNS="40").stdout
+    shown = chatd("config", "show", home=tmp_path, COLUMNS="40", CHATD_JOURNAL__DIRECTORY=str(folder)).stdout
+    assert str(folder) in shown
+
+
+@pytest.mark.parametrize("arguments", [("usage", "--from", "2026-13-01"), ("sessions", "ls", "--query", "sea")])
+def test_a_wrong_argument_exits_with_2(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    async def make_journal() -> None:
+        await Journal.open(tmp_path / "journal").close()
+
+    asyncio.run(make_journal())
+    done = chatd(*arguments, "--directory", str(tmp_path / "journal"), home=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_refusal_of_several_lines_stands_below_its_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise ConfigError("one is wrong\nand two")
+
+    monkeypatch.setattr(cli, "app", refuse)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "chatd: one is wrong\n       and two\n"
 
 
 def test_chat_without_a_terminal_says_what_to_do_instead(tmp_path: Path) -> None:

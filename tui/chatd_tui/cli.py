@@ -36,7 +36,7 @@ def _fail(error: ChatdError) -> NoReturn:
     message = clean(error.message).replace("\n", "\n           ")
     notices.print(f"[bold red]chatd-tui:[/] {escape(message)}", highlight=False, soft_wrap=True)
     if error.hint:
-        notices.print(f"           {escape(clean(error.hint))}", highlight=False)
+        notices.print(f"           {escape(clean(error.hint))}", highlight=False, soft_wrap=True)
     sys.exit(error.exit_code if isinstance(error, StartupError) else 2 if isinstance(error, InvalidRequest) else 1)
 
 
