@@ -17,7 +17,7 @@ between conversations. What belongs to one tree alone, as which messages follow 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from sys import getsizeof
 
@@ -49,6 +49,9 @@ class Conversation:
     Args:
         system: The system prompt, before all messages.
         head: Start with the path up to this node, which another conversation may hold too.
+
+    Attributes:
+        on_sized: Called when `num_bytes` has changed.
     """
 
     def __init__(self, system: str | None = None, head: Node | None = None) -> None:
@@ -59,6 +62,7 @@ class Conversation:
         # What follows each message, in order, and which of them was last on the way to the head; None is the start.
         self._children: dict[Node | None, list[Node]] = {node.parent: [node] for node in path}
         self._last_seen: dict[Node | None, Node] = {node.parent: node for node in path}
+        self.on_sized: Callable[[], None] | None = None
         self.num_bytes = sum(node.num_bytes for node in path)
         """Memory of the messages, about. What is shared counts in full: it stays when the other conversation goes."""
 
@@ -233,7 +237,7 @@ class Conversation:
         """Take a message that nothing follows out of the tree."""
         assert node not in self._children, f"{node.id} is followed by other messages"
         del self._nodes[node.id]
-        self.num_bytes -= node.num_bytes
+        self._size(-node.num_bytes)
         siblings = self._children[node.parent]
         siblings.remove(node)
         if siblings:
@@ -243,4 +247,9 @@ class Conversation:
 
     def _charge(self, node: Node, num_bytes: int) -> None:
         node.num_bytes += num_bytes
+        self._size(num_bytes)
+
+    def _size(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
+        if self.on_sized is not None:
+            self.on_sized()

@@ -53,6 +53,7 @@ from chatd.sessions.erasing import Eraser
 from chatd.sessions.idle_policy import IdlePolicy
 from chatd.sessions.inspections import Inspections
 from chatd.sessions.limits import SessionLimits
+from chatd.sessions.listing import SessionLists
 from chatd.sessions.logs import log_of
 from chatd.sessions.model_profile import ModelProfile, draw_seed
 from chatd.sessions.native import NativeDoor
@@ -155,6 +156,7 @@ class SessionManager:
         self._store = SessionStore(
             self._requests, journal, self._recorder, lambda: self.model, limits, new_id=new_id, clock=clock
         )
+        self._lists = SessionLists(self._store, journal, self._recorder)
         self._attachments = Attachments(self._requests, boot)
         changes = OwnerChanges(self._recorder, self._store.loader, lambda: self.model, clock)
         self._native = NativeDoor(
@@ -358,7 +360,7 @@ class SessionManager:
             InvalidRequest: The cursor is none of ours.
             StorageError: The journal cannot be read.
         """
-        return await self._store.list(owner, command)
+        return await self._lists.list(owner, command)
 
     def info(self, session: Session) -> SessionInfo:
         """Return a session as a list shows it."""

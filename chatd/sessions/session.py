@@ -64,7 +64,7 @@ class Session:
         vocabulary: Whose ids its answers have, as in the journal.
         recoded: Messages that lost their ids since the vocabulary changed, until the journal has them so.
         listeners: The connections that are attached.
-        on_moved: Called when the messages came into memory, or were left to the journal.
+        on_changed: Called when anything has changed by which an owner's sessions are counted or ordered.
     """
 
     def __init__(
@@ -88,22 +88,24 @@ class Session:
         self.title = ""
         self.params = Params()
         self.metadata: dict[str, str] = {}
-        self.created_at = self.updated_at = clock()
+        self.created_at = self._updated_at = clock()
         self.date = date_of(self.created_at)
         """What a template that writes the date writes, for as long as the session lives."""
-        self.archived = False
+        self._archived = False
         self.pinned = False
         self.context_policy: ContextPolicy = "refuse"
-        self.closed = False
+        self._closed = False
         self.turn: Turn | None = None
         self.is_erasing = self.is_erased = False
         self.lock = asyncio.Lock()
         self.vocabulary = ""
         self.recoded: list[MessageRecord] = []
-        self.on_moved: Callable[[Session], None] | None = None
+        self.on_changed: Callable[[Session], None] | None = None
         self.latest = Latest()
         self.listeners = Listeners(session_id)
         self._conversation = conversation
+        if conversation is not None:
+            conversation.on_sized = self._changed
         self._stored: SessionRecord | None = None
         self._leased_message: str | None = None
         self._model_id = model_id
@@ -127,6 +129,42 @@ class Session:
         """
         if subscriber is not None and self.listeners.role_of(subscriber) == "observer":
             raise PermissionDenied("this connection is attached as an observer", code="observer")
+
+    # What an owner's sessions are counted and ordered by.
+
+    @property
+    def updated_at(self) -> float:
+        """When it was last used, in Unix seconds."""
+        return self._updated_at
+
+    @updated_at.setter
+    def updated_at(self, when: float) -> None:
+        self._updated_at = when
+        self._changed()
+
+    @property
+    def archived(self) -> bool:
+        """True while lists show it among the archived ones only."""
+        return self._archived
+
+    @archived.setter
+    def archived(self, is_archived: bool) -> None:
+        self._archived = is_archived
+        self._changed()
+
+    @property
+    def closed(self) -> bool:
+        """True from when its KV was given up until it goes on."""
+        return self._closed
+
+    @closed.setter
+    def closed(self, is_closed: bool) -> None:
+        self._closed = is_closed
+        self._changed()
+
+    def _changed(self) -> None:
+        if self.on_changed is not None:
+            self.on_changed(self)
 
     # What is in memory of it.
 
@@ -152,12 +190,13 @@ class Session:
         self.title = record.title
         self.params = record.params
         self.metadata = dict(record.metadata)
-        self.created_at, self.updated_at = record.created_at, record.updated_at
+        self.created_at, self._updated_at = record.created_at, record.updated_at
         self.date = record.date
-        self.archived, self.pinned, self.closed = record.archived, record.pinned, record.closed
+        self._archived, self.pinned, self._closed = record.archived, record.pinned, record.closed
         self.vocabulary, self.context_policy = record.vocabulary, record.context_policy
         if self._conversation is not None:
             self._conversation.system = record.system
+        self._changed()
 
     def unload(self, record: SessionRecord) -> None:
         """Have the messages in the journal only, which has the rest as `record`."""
@@ -171,10 +210,10 @@ class Session:
                 self.lease.num_tokens = min(self.lease.num_tokens, 0 if node is None else node.num_tokens)
             self._leased_message = None if node is None else node.id
             self.lease.node = None
+            self._conversation.on_sized = None
             self._conversation = None
         self._stored = record
-        if self.on_moved is not None:
-            self.on_moved(self)
+        self._changed()
 
     def load(self, conversation: Conversation) -> None:
         """Have the messages in memory again."""
@@ -184,8 +223,8 @@ class Session:
             self.lease.node = conversation.get(self._leased_message)
         if self.lease.node is None:
             self.lease.num_tokens = 0
-        if self.on_moved is not None:
-            self.on_moved(self)
+        conversation.on_sized = self._changed
+        self._changed()
 
     # What clients see.
 

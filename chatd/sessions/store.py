@@ -6,35 +6,25 @@ them. Without a journal the closed ones go, the longest unused first.
 
 from __future__ import annotations
 
-import asyncio
-import builtins
 import contextlib
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from sys import getsizeof
 
 from chatd.engine.messages import LeaseId
-from chatd.errors import InvalidRequest, RateLimited
-from chatd.journal.passages import passage
-from chatd.journal.records import Match, SessionRecord
-from chatd.protocol import Passage, SessionInfo, SessionList, SessionListed
+from chatd.errors import RateLimited
+from chatd.journal.records import SessionRecord
 from chatd.sessions.conversation import Conversation, Owner
 from chatd.sessions.engine_requests import EngineRequests
 from chatd.sessions.events import EventRing
 from chatd.sessions.leases import Lease
 from chatd.sessions.limits import SessionLimits
 from chatd.sessions.loading import SessionLoader
-from chatd.sessions.logs import Node
 from chatd.sessions.model_profile import ModelProfile
 from chatd.sessions.owned import OwnedSessions
 from chatd.sessions.ports import Journal
 from chatd.sessions.recorder import Recorder
 from chatd.sessions.session import Session, unknown_session
-
-MAX_SEARCHED_CHARS = 4 * 2**20
-MAX_FOUND = 1000
-"""Sessions that a search in the journal brings at most."""
 
 
 class SessionStore:
@@ -42,7 +32,7 @@ class SessionStore:
 
     Args:
         requests: Releases leases.
-        journal: Finds texts.
+        journal: Has messages that are not in memory.
         recorder: Says which sessions the journal keeps.
         model: Gives the limits of the served model as they are now.
         limits: Bounds.
@@ -67,10 +57,8 @@ class SessionStore:
     ) -> None:
         self.by_lease: dict[LeaseId, Session] = {}
         self.loader = SessionLoader(journal, recorder, model)
-        self._journal = journal
         self._recorder = recorder
         self._num_opening: Counter[Owner] = Counter()
-        self._searching: dict[str, asyncio.Lock] = {}
         self._by_owner: dict[Owner, OwnedSessions] = {}
         self._requests = requests
         self._model = model
@@ -103,66 +91,19 @@ class SessionStore:
         found = (owned.by_name.get(session_id) for owned in self._by_owner.values())
         return next((session for session in found if session is not None), None)
 
-    def all(self) -> builtins.list[Session]:
+    def all(self) -> list[Session]:
         """Return every session that its owner sees, of all owners: for the operator alone."""
         return [session for owned in self._by_owner.values() for session in owned]
 
-    def _owned(self, owner: Owner) -> OwnedSessions:
+    def owned(self, owner: Owner) -> OwnedSessions:
+        """Return an owner's sessions."""
         return self._by_owner.get(owner) or OwnedSessions()
 
     def _named(self, owner: Owner, session_id: str) -> Session:
-        session = self._owned(owner).by_name.get(session_id)
+        session = self.owned(owner).by_name.get(session_id)
         if session is None:
             raise unknown_session(session_id)
         return session
-
-    async def list(self, owner: Owner, command: SessionList) -> SessionListed:
-        """Return an owner's sessions, last used first; see `SessionManager.list`."""
-        before = _parse_cursor(command.cursor)
-        where = await self._matcher(owner, command.query.casefold()) if command.query else None
-        found: list[SessionInfo] = []
-        passages: list[Passage] = []
-        ordered = sorted(self._owned(owner), key=lambda session: (session.updated_at, session.id), reverse=True)
-        for session in ordered:
-            if session.archived != command.archived:
-                continue
-            if before is not None and (session.updated_at, session.id) >= before:
-                continue
-            match = where(session) if where is not None else None
-            if where is not None and match is None:
-                continue
-            if len(found) == command.limit:
-                last = self._by_owner[owner].by_name[found[-1].id]
-                return SessionListed(sessions=found, next_cursor=f"{last.updated_at!r}~{last.id}", passages=passages)
-            found.append(session.info())
-            if match is not None and match.message is not None:
-                passages.append(Passage(session=session.id, item=match.message, text=match.passage))
-        return SessionListed(sessions=found, passages=passages)
-
-    async def _matcher(self, owner: Owner, query: str) -> Callable[[Session], Match | None]:
-        """Return what tells where a session has a text, None where it has not; asked in the order of a list."""
-        if self._recorder.is_kept:
-            # One of each tenant: there is one thread for all, and who floods it waits in a line of its own.
-            async with self._searching.setdefault(owner.tenant, asyncio.Lock()):
-                matches = await self._journal.find(owner.tenant, owner.user, query, MAX_FOUND)
-            by_session = {match.session: match for match in matches}
-
-            def kept(session: Session) -> Match | None:
-                return by_session.get(session.id) or (Match(session.id) if query in session.title.casefold() else None)
-
-            return kept
-        budget = MAX_SEARCHED_CHARS
-
-        def in_memory(session: Session) -> Match | None:
-            nonlocal budget
-            nodes = _nodes_within(session, budget)
-            budget -= sum(len(node.content) for node in nodes)
-            for node in reversed(nodes):
-                if query in node.content.casefold():
-                    return Match(session.id, node.id, passage(node.content, [query]))
-            return Match(session.id) if query in session.title.casefold() else None
-
-        return in_memory
 
     def check_room(self, owner: Owner) -> None:
         """Refuse another open session.
@@ -171,9 +112,8 @@ class SessionStore:
             RateLimited: `too_many_sessions`.
         """
         # An archived one is bounded with all that are kept, where they are.
-        num_open = sum(
-            not session.closed and not (session.archived and self._recorder.is_kept) for session in self._owned(owner)
-        )
+        owned = self.owned(owner)
+        num_open = owned.num_open - (owned.num_archived_open if self._recorder.is_kept else 0)
         num_open += self._num_opening[owner]
         if num_open >= self._limits.max_sessions_per_user:
             raise RateLimited(
@@ -194,13 +134,13 @@ class SessionStore:
         Raises:
             RateLimited: `too_much_text`.
         """
-        owned = self._owned(owner)
-        in_memory = owned.in_memory.values()
-        held = sum(other.num_bytes if other is session else self._num_held_bytes(other) for other in in_memory)
-        held += owned.resting_bytes
+        owned = self.owned(owner)
         num_new = sum(map(getsizeof, texts)) + num_bytes
-        held += num_new
-        limit = self._limits.max_text_bytes_per_user
+        held, limit = owned.num_bytes + num_new, self._limits.max_text_bytes_per_user
+        if held > limit:  # Else it fits whatever may be left to the journal, and nobody need look at each session.
+            in_memory = owned.in_memory.values()
+            held = sum(other.num_bytes if other is session else self._num_held_bytes(other) for other in in_memory)
+            held += owned.resting_bytes + num_new
         if held > limit:
             raise RateLimited(
                 f"open sessions would have {held} bytes of text, the limit is {limit}"
@@ -211,7 +151,7 @@ class SessionStore:
 
         if not self._recorder.is_kept:
             return
-        kept = owned.resting_kept_bytes + sum(other.num_kept_bytes for other in in_memory) + num_new
+        kept = owned.num_kept_bytes + num_new
         limit = self._limits.max_kept_bytes_per_user
         if kept > limit:
             raise RateLimited(
@@ -235,7 +175,7 @@ class SessionStore:
         Args:
             used: Not this one's.
         """
-        owned = self._owned(owner)
+        owned = self.owned(owner)
         num_bytes = owned.num_bytes
         if self._recorder.is_kept:
             if num_bytes <= self._limits.max_text_bytes_per_user:
@@ -249,15 +189,15 @@ class SessionStore:
                 self.loader.unload(session)
                 num_bytes += session.num_bytes
             return
+        limits = self._limits
+        if owned.num_closed <= limits.max_closed_sessions_per_user and num_bytes <= limits.max_text_bytes_per_user:
+            return
         closed = sorted(
             (session for session in owned if session.closed and session.turn is None),
             key=lambda session: session.updated_at,
         )
         for num_left, session in zip(range(len(closed), 0, -1), closed, strict=True):
-            if (
-                num_left <= self._limits.max_closed_sessions_per_user
-                and num_bytes <= self._limits.max_text_bytes_per_user
-            ):
+            if num_left <= limits.max_closed_sessions_per_user and num_bytes <= limits.max_text_bytes_per_user:
                 break
             num_bytes -= session.num_bytes
             self.drop(session)
@@ -270,7 +210,7 @@ class SessionStore:
             RateLimited: `too_many_sessions`.
         """
         self.check_room(owner)
-        num_kept, limit = len(self._owned(owner)) + self._num_opening[owner], self._limits
+        num_kept, limit = len(self.owned(owner)) + self._num_opening[owner], self._limits
         if self._recorder.is_kept and num_kept >= limit.max_kept_sessions_per_user:
             raise RateLimited(
                 f"{num_kept} sessions are kept, the limit is {limit.max_kept_sessions_per_user}",
@@ -366,27 +306,3 @@ class SessionStore:
         """Return an id that no lease had."""
         self._last_lease += 1
         return LeaseId(self._last_lease)
-
-
-def _nodes_within(session: Session, max_chars: int) -> builtins.list[Node]:
-    """Return a session's messages, as many as have `max_chars` characters together."""
-    nodes = []
-    for node in session.conversation:
-        max_chars -= len(node.content)
-        if max_chars < 0:
-            break
-        nodes.append(node)
-    return nodes
-
-
-def _parse_cursor(cursor: str | None) -> tuple[float, str] | None:
-    if cursor is None:
-        return None
-    updated_at, _, session_id = cursor.partition("~")
-    try:
-        when = float(updated_at)
-    except ValueError:
-        when = math.nan
-    if not math.isfinite(when):
-        raise InvalidRequest(f"{cursor[:64]!r} is no cursor of a list", param="cursor")
-    return when, session_id

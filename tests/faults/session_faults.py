@@ -62,7 +62,7 @@ SESSION_FAULTS = (
         "a foreign session can be named",
         "who guesses an id reads somebody else's conversation",
         "chatd/sessions/store.py",
-        "session = self._owned(owner).by_name.get(session_id)",
+        "session = self.owned(owner).by_name.get(session_id)",
         "session = self.find(session_id)",
         "tests/sessions/test_isolation.py::test_a_foreign_session_and_an_unknown_one_are_refused_in_the_same_words",
     ),

@@ -847,7 +847,7 @@ async def test_texts_are_searched_newest_sessions_first_within_a_bound(monkeypat
     ]
     assert (await manager.list(ANN, SessionList(query="number 2"))).passages == []
     assert [info.title for info in (await manager.list(ANN, query)).sessions] == ["number 2", "number 1", "number 0"]
-    monkeypatch.setattr("chatd.sessions.store.MAX_SEARCHED_CHARS", 2 * len("the Needle is in the hay"))
+    monkeypatch.setattr("chatd.sessions.listing.MAX_SEARCHED_CHARS", 2 * len("the Needle is in the hay"))
     assert [info.title for info in (await manager.list(ANN, query)).sessions] == ["number 2", "number 1"]
 
 
