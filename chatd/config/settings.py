@@ -229,7 +229,10 @@ class QuotaSettings(_Section):
     """Limits of one key; 0 is none."""
 
     requests_per_minute: int = Field(
-        0, ge=0, description="Turns, completions, messages without an answer and changes of a session."
+        0,
+        ge=0,
+        description="Turns, completions, messages without an answer, new sessions and changes of one; and for each of"
+        " them ten looks, at lists or sessions.",
     )
     tokens_per_minute: int = Field(0, ge=0, description="Tokens in and out.")
     max_inflight: int = Field(64, ge=1, description="Answers in progress.")

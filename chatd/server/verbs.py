@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from chatd.engine.messages import RequestClass
 from chatd.errors import ChatdError, PermissionDenied
 from chatd.protocol import (
     COMMANDS,
@@ -30,7 +29,6 @@ from chatd.protocol import (
     PoolUnsubscribe,
     PoolUnsubscribed,
     Prefill,
-    RateLimitsUpdated,
     ResponseCancel,
     ResponseContinue,
     ResponseCreated,
@@ -51,7 +49,7 @@ from chatd.protocol import (
     TranscriptEvent,
     UserMessage,
 )
-from chatd.server.daemon import charge
+from chatd.server.charging import change, look, take_turn
 from chatd.server.idempotency import NO_SEQ, receipt_of
 from chatd.server.policy import Access, check_verbs
 from chatd.server.pool_view import PoolSubscription
@@ -59,7 +57,6 @@ from chatd.server.pool_view import PoolSubscription
 if TYPE_CHECKING:
     from chatd.server.websocket import Connection
     from chatd.sessions.session import Session
-    from chatd.tenants.quotas import KeyQuota
 
 _NO_PARAMS = Params()
 
@@ -123,7 +120,7 @@ async def _repeat(connection: Connection, earlier: Event) -> None:
 async def _session_create(connection: Connection, command: SessionCreate) -> Event | None:
     manager = connection.daemon.manager
     connection.daemon.check_accepting()
-    session = await manager.create(connection.owner, command, receipt=receipt_of(command))
+    session = await change(connection, manager.create(connection.owner, command, receipt=receipt_of(command)))
     return _attach_new(connection, session, SessionCreated(session=manager.info(session), re=command.id))
 
 
@@ -131,7 +128,7 @@ async def _session_fork(connection: Connection, command: SessionFork) -> Event |
     manager = connection.daemon.manager
     connection.daemon.check_accepting()
     source = await manager.resolve(connection.owner, command.session)
-    session, forked = await manager.fork(source, command, connection, receipt=receipt_of(command))
+    session, forked = await change(connection, manager.fork(source, command, connection, receipt=receipt_of(command)))
     created = manager.forked(session, forked, command.id)
     return _attach_new(connection, session, created)
 
@@ -158,6 +155,7 @@ async def _session_attach(connection: Connection, command: SessionAttach) -> Eve
 
 
 async def _session_list(connection: Connection, command: SessionList) -> Event | None:
+    look(connection)
     listed = await connection.daemon.manager.list(connection.owner, command)
     # A page of what may be large in each session would hold the loop and fill the outbox; `session.get` has it.
     rows = [msgspec.structs.replace(row, system=None, params=_NO_PARAMS, metadata={}) for row in listed.sessions]
@@ -167,6 +165,7 @@ async def _session_list(connection: Connection, command: SessionList) -> Event |
 
 async def _session_get(connection: Connection, command: SessionGet) -> Event | None:
     manager = connection.daemon.manager
+    look(connection)
     session = await manager.resolve(connection.owner, command.session)
     connection.deliver(SessionGot(session=manager.info(session), items=manager.items(session), re=command.id))
     return None
@@ -177,7 +176,7 @@ async def _session_update(connection: Connection, command: SessionUpdate) -> Eve
     session = await manager.resolve(connection.owner, command.session)
     before = session.ring.head_seq
     receipt = receipt_of(command)
-    await _change(connection, manager.update(session, command, re=command.id, subscriber=connection, receipt=receipt))
+    await change(connection, manager.update(session, command, re=command.id, subscriber=connection, receipt=receipt))
     return _first_after(session, before, SessionUpdated, command.id)
 
 
@@ -220,9 +219,9 @@ async def _say(
     session = await daemon.manager.resolve(connection.owner, command.session)
     before = session.ring.head_seq
     if command.respond:
-        await _take_turn(connection, session, lambda **given: say(session, command, connection, **given), command)
+        await take_turn(connection, session, lambda **given: say(session, command, connection, **given), command)
     else:
-        await _change(connection, say(session, command, connection, receipt=receipt_of(command)))
+        await change(connection, say(session, command, connection, receipt=receipt_of(command)))
     return _first_after(session, before, ItemAdded, command.id)
 
 
@@ -232,63 +231,17 @@ async def _response_regenerate(connection: Connection, command: ResponseRegenera
     manager = daemon.manager
     session = await manager.resolve(connection.owner, command.session)
     before = session.ring.head_seq
-    await _take_turn(
+    await take_turn(
         connection, session, lambda **given: manager.regenerate(session, command, connection, **given), command
     )
     return _first_after(session, before, ResponseCreated, command.id)
-
-
-async def _take_turn(
-    connection: Connection, session: Session, begin: Callable[..., Awaitable[None]], command: Command
-) -> None:
-    """Begin a turn within the key's quota, and charge it when it has ended."""
-    daemon = connection.daemon
-    quota = daemon.quota_of(connection.principal)
-    quota.admit()
-    try:
-        await begin(
-            request_class=RequestClass(connection.principal.key_class),
-            key_id=connection.principal.key_id,
-            receipt=receipt_of(command),
-        )
-    except BaseException:
-        quota.refund()
-        raise
-    if session.turn is not None:
-        daemon.spawn(charge(session.turn, quota), "charge of a turn")
-    else:
-        quota.finish(0)
-    if not daemon.authenticator.is_current(connection.principal):
-        daemon.manager.end_answers_of(connection.principal.key_id)  # Revoked while it was accepted.
-    _tell_limits(connection, quota)
-
-
-async def _change(connection: Connection, change: Coroutine[Any, Any, None]) -> None:
-    """Carry out what writes and begins no answer, within the key's quota of requests."""
-    quota = connection.daemon.quota_of(connection.principal)
-    try:
-        quota.admit_change()
-    except BaseException:
-        change.close()
-        raise
-    try:
-        await change
-    except BaseException:
-        quota.refund_change()
-        raise
-    _tell_limits(connection, quota)
-
-
-def _tell_limits(connection: Connection, quota: KeyQuota) -> None:
-    limits = quota.state()
-    if limits:
-        connection.deliver(RateLimitsUpdated(limits=[dict(row) for row in limits]))
 
 
 async def _branch_select(connection: Connection, command: BranchSelect) -> Event | None:
     manager = connection.daemon.manager
     session = await manager.resolve(connection.owner, command.session)
     before = session.ring.head_seq
+    look(connection)
     await manager.select_branch(session, command, connection, receipt=receipt_of(command))
     return _first_after(session, before, BranchSelected, command.id)
 
@@ -318,7 +271,7 @@ async def _response_continue(connection: Connection, command: ResponseContinue) 
     manager = daemon.manager
     session = await manager.resolve(connection.owner, command.session)
     before = session.ring.head_seq
-    await _take_turn(connection, session, lambda **given: manager.go_on(session, command, connection, **given), command)
+    await take_turn(connection, session, lambda **given: manager.go_on(session, command, connection, **given), command)
     return _first_after(session, before, ResponseCreated, command.id)
 
 

@@ -12,6 +12,9 @@ from typing import TypedDict
 
 from chatd.errors import RateLimited
 
+LOOKS_PER_REQUEST = 10
+"""Looks at what there is that go with each request: at a list, a session's messages, another branch of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class QuotaLimits:
@@ -70,6 +73,7 @@ class KeyQuota:
         self._limits = limits
         self._clock = clock
         self._requests = _per_minute(limits.requests_per_minute, now)
+        self._looks = _per_minute(limits.requests_per_minute * LOOKS_PER_REQUEST, now)
         self._tokens = _per_minute(limits.tokens_per_minute, now)
         self.num_inflight = 0
 
@@ -118,6 +122,18 @@ class KeyQuota:
         """Undo one `admit_change` whose change was refused."""
         if self._requests is not None:
             self._requests.take(self._clock(), -1.0)
+
+    def admit_look(self) -> None:
+        """Let somebody look at what there is; whoever has used up the requests still may.
+
+        Raises:
+            RateLimited: When to come back. Nothing was charged.
+        """
+        if self._looks is not None:
+            now = self._clock()
+            limit = int(self._looks.capacity)
+            self._refuse_above("looks at sessions", self._looks.wait_s(now, 1.0), limit, "requests_per_minute")
+            self._looks.take(now, 1.0)
 
     def resume(self) -> None:
         """Count an answer that goes on after a restart, over any limit: it was let in before; `finish` must follow."""

@@ -12,7 +12,6 @@ AHEAD = "chatd/sessions/computed_ahead.py"
 CONTEXT = "chatd/sessions/context_policy.py"
 RECORDER = "chatd/sessions/recorder.py"
 CRASHES = "chatd/sessions/crashes.py"
-VERBS = "chatd/server/verbs.py"
 TEST_GOING_ON = "tests/sessions/test_going_on.py::test_"
 TEST_ERASING = "tests/sessions/test_erasing.py::test_"
 TEST_DRAFTS = "tests/sessions/test_drafts.py::test_"
@@ -147,7 +146,7 @@ VERB_FAULTS = (
     fault(
         "what is written without an answer is free",
         "a key that may ask for little writes as much as it likes",
-        VERBS,
+        "chatd/server/charging.py",
         "        quota.admit_change()\n",
         "        pass\n",
         TEST_QUOTA + "what_is_written_without_an_answer_counts_as_a_request_unless_it_is_refused",

@@ -16,9 +16,13 @@ from chatd.protocol import (
     ResponseCreated,
     ResponseRegenerate,
     SessionAttach,
+    SessionCreate,
     SessionCreated,
     SessionFork,
     SessionGet,
+    SessionGot,
+    SessionList,
+    SessionListed,
     SessionUpdate,
     SessionUpdated,
     Siblings,
@@ -121,7 +125,7 @@ async def test_edits_and_regenerations_are_answered_once_and_told_to_all(start) 
 
 
 async def test_an_edit_and_a_regeneration_count_against_the_keys_quota(start) -> None:
-    async with start(numbered(), quotas={"requests_per_minute": 3}) as running, running.chat() as bob:
+    async with start(numbered(), quotas={"requests_per_minute": 4}) as running, running.chat() as bob:
         session = (await create(bob)).session.id
         events = await answered(bob, UserMessage(session=session, content="hello"))
         item = next(event for event in events if isinstance(event, ItemAdded)).item.id
@@ -133,16 +137,41 @@ async def test_an_edit_and_a_regeneration_count_against_the_keys_quota(start) ->
             MessageEdit(id="n", session=session, item=item, content="x", respond=False),
             UserMessage(id="u", session=session, content="x", respond=False),
             SessionUpdate(id="t", session=session, title="x"),
+            SessionCreate(id="c"),
+            SessionFork(id="f", session=session),
         ):
             refused = await bob.ask(command)
             assert isinstance(refused, Error)
             assert refused.error.code == "rate_limit_exceeded"
-        # To look at another branch costs none.
+        # To look at what there is costs none, up to ten times as many.
         assert isinstance(await bob.ask(BranchSelect(id="b", session=session, leaf=item)), BranchSelected)
+        for number in range(19):
+            assert isinstance(await bob.ask(SessionList(id=f"l{number}")), SessionListed)
+            assert isinstance(await bob.ask(SessionGet(id=f"g{number}", session=session)), SessionGot)
+        assert isinstance(await bob.ask(SessionList(id="last")), SessionListed)
+        for look in (
+            SessionList(id="y"),
+            SessionGet(id="z", session=session),
+            BranchSelect(session=session, leaf=item),
+        ):
+            refused = await bob.ask(look)
+            assert (refused.error.code, refused.error.retry_after_ms > 0) == ("rate_limit_exceeded", True)
+
+
+async def test_a_session_that_is_not_opened_gives_its_place_in_the_quota_back(start) -> None:
+    async with start(numbered(), quotas={"requests_per_minute": 2}) as running, running.chat() as bob:
+        refused = await bob.ask(SessionCreate(id="a", params=Params(temperature=-1.0)))
+        assert refused.error.code == "invalid_request"
+        session = (await create(bob)).session.id
+        refused = await bob.ask(SessionFork(id="b", session=session, at="msg_none"))
+        assert refused.error.code == "invalid_request"
+        assert isinstance(await bob.ask(SessionFork(id="c", session=session)), SessionCreated)
+        refused = await bob.ask(SessionFork(id="d", session=session))
+        assert refused.error.code == "rate_limit_exceeded"
 
 
 async def test_a_refused_regeneration_gives_its_place_in_the_quota_back(start) -> None:
-    async with start(numbered(), quotas={"requests_per_minute": 1}) as running, running.chat() as bob:
+    async with start(numbered(), quotas={"requests_per_minute": 2}) as running, running.chat() as bob:
         session = (await create(bob)).session.id
         refused = await bob.ask(ResponseRegenerate(id="r", session=session))
         assert (refused.error.code, refused.error.param) == ("invalid_request", "item")
@@ -152,7 +181,7 @@ async def test_a_refused_regeneration_gives_its_place_in_the_quota_back(start) -
 
 
 async def test_what_is_written_without_an_answer_counts_as_a_request_unless_it_is_refused(start) -> None:
-    async with start(numbered(), quotas={"requests_per_minute": 2}) as running, running.chat() as bob:
+    async with start(numbered(), quotas={"requests_per_minute": 3}) as running, running.chat() as bob:
         session = (await create(bob)).session.id
         refused = await bob.ask(SessionUpdate(id="a", session=session, params=Params(temperature=-1.0)))
         assert refused.error.code == "invalid_request"

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatd.errors import RateLimited
-from chatd.tenants.quotas import KeyQuota, QuotaLimits, Quotas, TokenBucket
+from chatd.tenants.quotas import LOOKS_PER_REQUEST, KeyQuota, QuotaLimits, Quotas, TokenBucket
 from chatd.testing.engine import FakeClock
 
 
@@ -136,3 +136,23 @@ def test_several_answers_of_one_request_count_each_and_put_the_bucket_into_debt(
     key.admit(2)
     key.finish(5, 2)
     assert key.num_inflight == 0
+
+
+def test_looks_are_counted_by_themselves_ten_to_a_request() -> None:
+    clock = FakeClock()
+    key = quota(clock, requests_per_minute=1)
+    key.admit_change()
+    for _ in range(LOOKS_PER_REQUEST):
+        key.admit_look()
+    with pytest.raises(RateLimited, match=r"10 looks at sessions a minute are used up \(quotas\.requests_per_minute\)"):
+        key.admit_look()
+    clock.advance(6.0)
+    key.admit_look()
+    with pytest.raises(RateLimited):
+        key.admit_change()
+
+
+def test_without_limits_anybody_may_look() -> None:
+    key = quota(FakeClock())
+    for _ in range(1000):
+        key.admit_look()
