@@ -13,14 +13,18 @@ from dataclasses import replace
 import pytest
 
 from chatd.engine.erasure import common_length
-from chatd.engine.messages import Erase, Trim
+from chatd.engine.messages import Erase, EraseTenant, LeaseId, Trim
+from chatd.kvcache.prefix_index import tenant_of_frame
 from chatd.testing.simulation import SHAPES, Simulation
 
 STEPS = 500
 
 
 class Erasing(Simulation):
-    """A simulation that erases half of what it would release, and forgets half of what it would trim."""
+    """A simulation that erases half of what it would release, and forgets half of what it would trim.
+
+    Now and then it is all of a tenant that is erased, with its sessions that run or wait.
+    """
 
     def __init__(self, seed, shape):
         super().__init__(seed, shape)
@@ -29,6 +33,9 @@ class Erasing(Simulation):
     def release(self, session):
         if not session.tenant or self.dice.random() < 0.5:
             super().release(session)
+            return
+        if session.tenant in self.shape.tenants and self.dice.random() < 0.3:
+            self.erase_tenant(session.tenant)
             return
         self.sessions.remove(session)
         for _ in range(2):
@@ -46,6 +53,34 @@ class Erasing(Simulation):
         self.send(Trim(session.lease, length, forget=True))
         self._check_gone(session.tenant, before)
         self.counts["forgotten"] += length < len(before)
+
+    def erase_tenant(self, tenant):
+        own = [session for session in self.sessions if session.tenant == tenant]
+        self.counts["erased with its turn"] += sum(session.job is not None for session in own)
+        for session in own:
+            self.sessions.remove(session)
+        below = [block for block in self.core.tiers._blocks.values() if block.tenant == tenant]
+        self.counts["erased below"] += len(below)
+        self.counts["erased on the disk"] += len(self._on_disk(tenant))
+        self.send(EraseTenant(LeaseId(0), tenant, []))
+        self.core.check_invariants()
+        self.send(EraseTenant(LeaseId(0), tenant, self._on_disk(tenant)))
+        self.counts["tenants erased"] += 1
+        core = self.core
+        core.check_invariants()
+        assert tenant not in {lease.tenant for lease in core.leases}
+        assert tenant not in {request.tenant for request in core.scheduler.requests.values()}
+        account = core.pool.account(tenant)
+        found = [entry.block_id for entry in core.pool.index if core.pool.blocks[entry.block_id].account is account]
+        assert not found, f"blocks {found} of a tenant that is erased can be found"
+        assert len(account.cached) == len(account.evicted) == 0
+        assert tenant not in {block.tenant for block in core.tiers._blocks.values()}
+        assert not self._on_disk(tenant)
+
+    def _on_disk(self, tenant):
+        disk = self.core.tiers.disk
+        stored = {} if disk is None else disk._stored
+        return [digest for digest, (origin, _) in stored.items() if tenant_of_frame(origin.namespace) == tenant]
 
     def _protected(self):
         """What was erased while a plan stored it is empty once that has ended: nobody takes it."""
@@ -85,5 +120,17 @@ def test_what_is_erased_is_gone_whatever_happens_meanwhile(ahead):
         run.drain()
         run.count_engine()
         counts += run.counts
-    for what in ("erased", "forgotten", "stored", "loaded", "from disk", "evicted", "preempted"):
+    for what in (
+        "tenants erased",
+        "erased with its turn",
+        "erased below",
+        "erased on the disk",
+        "erased",
+        "forgotten",
+        "stored",
+        "loaded",
+        "from disk",
+        "evicted",
+        "preempted",
+    ):
         assert counts[what] > 10, f"{what} hardly happened: {counts}"

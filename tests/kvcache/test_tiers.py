@@ -256,3 +256,27 @@ def test_what_is_forgotten_while_it_is_stored_is_never_found(pool, verb):
     getattr(tiers, verb)(block)
     check(tiers)
     assert (tiers.get(b"a"), tiers.num_used, tiers.num_stored) == (None, 0, 0)
+
+
+def test_a_tenants_blocks_go_wherever_they_are_and_those_that_are_moved_as_soon_as_that_ends(pool):
+    disk = ScriptedDisk(b"on disk", b"read", b"blue's")
+    tiers = make(pool, num_slots=6, disk=disk)
+    keep(tiers, b"theirs", "blue")
+    keep(tiers, b"ready")
+    keep(tiers, b"both")
+    disk.held.add(b"both")
+    pinned = keep(tiers, b"pinned")
+    tiers.pin(pinned)
+    storing = tiers.store(b"stored", ORIGIN, "acme", 1, None, is_ahead=False)
+    assert tiers.fetch(b"read", ORIGIN, "acme", 1)
+    assert tiers.forget_tenant("acme", [b"on disk", b"both"]) == (5, 3)
+    assert disk.held == {b"blue's"}
+    assert [tiers.is_below(digest) for digest in (b"ready", b"both", b"pinned", b"stored", b"read")] == [False] * 5
+    assert tiers.num_used == 4
+    tiers.unpin(pinned)
+    tiers.settle(storing)
+    disk.results.append(DiskResult("read", b"read", disk.reads[0][1]))
+    tiers.poll(1.0)
+    check(tiers)
+    assert tiers.num_used == 1
+    assert tiers.get(b"theirs") is not None
