@@ -304,6 +304,9 @@ class EngineCore:
         for request in list(self.scheduler.requests.values()):
             if request.request_id >= 0 and request.lease.tenant == message.tenant:  # Beams end with their search.
                 self.scheduler.cancel(request, now)
+        for lease in self.leases:
+            if lease.tenant == message.tenant:
+                self.leases.set_attached(LeaseId(lease.lease_id), False)
         self.scheduler.outbox.append(self._eraser.erase_tenant(message))
 
     def _request(self, request_id: RequestId) -> Request | None:

@@ -5,7 +5,8 @@ from array import array
 import pytest
 
 from chatd.engine.erasure import common_length
-from chatd.engine.messages import Cancel, Erase, Erased, EraseTenant, Fork, Release, RequestClass, Trim
+from chatd.engine.messages import Cancel, Erase, Erased, EraseTenant, Fork, Release, RequestClass, Retain, Trim
+from chatd.kvcache.lease import LeaseState
 from chatd.testing.disk import FakeDisk
 from chatd.testing.engine import EngineHarness, engine_config, sampling_params
 
@@ -205,6 +206,18 @@ def test_nothing_of_a_tenant_is_left_in_any_tier_and_its_neighbors_keep_theirs()
     assert (cached(engine, logs[3], "blue"), below(engine, disk, logs[3], "blue")) == (6, 6)
     assert cached(engine, logs[4], "") == 6
     assert erase_tenant(engine, on_disk) == Erased(99, 0, 0, 0)
+
+
+def test_who_looked_at_an_erased_tenants_sessions_counts_no_more():
+    engine = EngineHarness(engine_config(max_leases=2))
+    engine.send(Retain(7, True))
+    engine.generate(1, prompt(9))
+    engine.send(Retain(1, True))
+    erase_tenant(engine, [])
+    # No more are remembered than there may be leases.
+    engine.send(Retain(8, True))
+    engine.generate(2, prompt(9), lease=7, tenant="blue")
+    assert engine.core.leases.get(7).state is LeaseState.ATTACHED
 
 
 def names_of(engine, ids, tenant):
