@@ -35,7 +35,9 @@ class RecentlyEvicted:
     def add(self, entry: PrefixEntry) -> None:
         """Remember an entry that is taken out of the index to make room."""
         parent, serials = entry.parent, self._serials
-        serials[hash((entry.namespace, 0 if parent is None else parent.serial, entry.tokens))] = entry.serial
+        name = hash((entry.namespace, 0 if parent is None else parent.serial, entry.tokens))
+        serials[name] = entry.serial
+        serials.move_to_end(name)  # It may have been remembered from an earlier time.
         if len(serials) > self._max_remembered:
             serials.popitem(last=False)
 

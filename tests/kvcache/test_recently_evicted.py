@@ -53,3 +53,11 @@ def test_the_oldest_are_forgotten_beyond_the_bound(bound, length):
     assert len(evicted) == min(bound, length)
     kept = [entry.serial for entry in entries if evicted.take(ACME, 0, entry.tokens) is not None]
     assert kept == [entry.serial for entry in entries][max(0, length - bound) :]
+
+
+def test_what_is_evicted_once_more_is_the_last_again():
+    evicted = RecentlyEvicted(2)
+    first, second, third = (chain(1, namespace=NamespaceId(number))[0] for number in (1, 2, 3))
+    for entry in (first, second, first, third):
+        evicted.add(entry)
+    assert [evicted.take(entry.namespace, 0, entry.tokens) for entry in (first, second, third)] == [1, None, 1]
