@@ -25,7 +25,7 @@ from chatd.engine.messages import (
 )
 from chatd.engine.plan import StepOutput, TokenLogprobs
 from chatd.engine.sampling import SamplingParams
-from chatd.kvcache.block_directory import DIGEST_BYTES
+from chatd.kvcache.block_file import DIGEST_BYTES
 
 
 class _Numbers(dict[int, int]):

@@ -22,11 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from chatd.errors import EnvironmentProblem
-from chatd.kvcache.block_file import Origin, read_origin
+from chatd.kvcache.block_file import DIGEST_BYTES, Origin, read_origin
 from chatd.kvcache.prefix_index import tenant_of_frame
 
 KEY_BYTES = 32
-DIGEST_BYTES = 32
 _FOLDER = "blocks-1"
 _WRITING = "writing"
 _FAN_OUT = re.compile(r"[0-9a-f]{2}")
@@ -154,7 +153,7 @@ def find_tenant(root: Path, tenant: str) -> list[bytes]:
         return found
     for _, entry in _entries(folder):
         name = _FILE.fullmatch(entry.name)
-        if name is None:
+        if name is None or not entry.is_file(follow_symlinks=False):
             continue
         try:
             origin = read_origin(Path(entry.path))

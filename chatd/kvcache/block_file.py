@@ -29,6 +29,9 @@ import xxhash
 
 from chatd.errors import InvalidRequest
 
+DIGEST_BYTES = 32
+"""Of what a block is called below the pool."""
+
 HEADER_BYTES = 4096
 """Of every file, so that payloads begin on a page and all files of one block size have one size."""
 

@@ -15,12 +15,10 @@ from array import array
 from collections.abc import Iterator
 from hashlib import blake2b
 
-from chatd.kvcache.block_file import Origin
+from chatd.kvcache.block_file import DIGEST_BYTES, Origin
 from chatd.kvcache.lease import Lease
 from chatd.kvcache.manager import KVCacheManager
 from chatd.kvcache.prefix_index import Namespace
-
-DIGEST_BYTES = 32
 
 
 class Digester:

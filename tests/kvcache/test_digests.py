@@ -4,7 +4,8 @@ from array import array
 
 import pytest
 
-from chatd.kvcache.digests import DIGEST_BYTES, Digester
+from chatd.kvcache.block_file import DIGEST_BYTES
+from chatd.kvcache.digests import Digester
 from chatd.kvcache.prefix_index import Namespace
 from chatd.testing.engine import NAMESPACE
 

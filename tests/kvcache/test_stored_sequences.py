@@ -48,6 +48,13 @@ def test_a_sequence_goes_and_another_tenants_and_public_blocks_stay(tmp_path):
     assert find_tenant(tmp_path / "nowhere", "acme") == []
 
 
+def test_what_is_no_file_is_nobodys_block(tmp_path):
+    [path] = store(tmp_path, NAMESPACE, "acme", LOG[:4], 4)
+    path.with_name(f"{path.name[:2]}{'0' * 62}.kv").mkdir()
+    path.with_name(f"{path.name[:2]}{'1' * 62}.kv").symlink_to(path)
+    assert find_tenant(tmp_path, "acme") == [bytes.fromhex(path.stem)]
+
+
 @pytest.mark.parametrize("tenant", ["acme", None, ""])
 def test_a_namespace_is_read_back_from_its_frame(tenant):
     namespace = OTHER.of(tenant)
