@@ -1,8 +1,8 @@
 """A page of memory on which the engine says what it is doing, and the front sees it without asking. No torch.
 
 Neither a stuck kernel nor a held interpreter lock can keep the front from reading it: the engine writes before it
-begins something. One side writes two numbers and the other polls them, so a read in the middle of a write is of no
-account: a verdict takes several reads that are all alike.
+begins something. One side writes three numbers and the other polls them, so a read in the middle of a write is of no
+account: a verdict takes several reads that are all alike, and which suspect was alone is read when nobody writes more.
 """
 
 from __future__ import annotations
