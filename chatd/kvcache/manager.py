@@ -8,11 +8,11 @@ table gives back that a plan in flight may still read or write goes back to the 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from chatd.kvcache.block import BlockId
-from chatd.kvcache.block_pool import Account, BlockPool
+from chatd.kvcache.block_pool import BlockPool
 from chatd.kvcache.block_table import BlockTable
 from chatd.kvcache.prefix_index import Namespace, NamespaceId, PrefixEntry, PrefixIndex
 
@@ -284,7 +284,11 @@ class KVCacheManager:
             if entry is None:
                 serial = 0 if parent is None else parent.serial
                 rest = range(place * size, end * size, size)
-                self._take_evicted(namespace, self.pool.account(tenant), serial, token_ids, rest)
+                if parent is None or parent.namespace == self._public:
+                    blocks, public = self._blocks_of(token_ids, rest), self.pool.public.evicted
+                    num_public, serial = public.follow(self._public, serial, blocks, forget=False)
+                    rest = rest[num_public:]
+                self.pool.account(tenant).evicted.follow(namespace, serial, self._blocks_of(token_ids, rest))
                 break
             if top is None and place >= first and entry.namespace == namespace:
                 top = entry
@@ -359,27 +363,17 @@ class KVCacheManager:
         public, own = self.pool.public, table.account
         serial = 0 if parent is None else parent.serial
         if public.evicted and (parent is None or parent.namespace == self._public):
-            num_blocks, serial = self._take_evicted(self._public, public, serial, token_ids, positions)
+            blocks = self._blocks_of(token_ids, positions)
+            num_blocks, serial = public.evicted.follow(self._public, serial, blocks)
             public.num_wanted_again += num_blocks
             positions = positions[num_blocks:]
         if own.evicted:
-            own.num_wanted_again += self._take_evicted(table.namespace, own, serial, token_ids, positions)[0]
+            blocks = self._blocks_of(token_ids, positions)
+            own.num_wanted_again += own.evicted.follow(table.namespace, serial, blocks)[0]
 
-    def _take_evicted(
-        self, namespace: NamespaceId, account: Account, serial: int, token_ids: array[int], positions: range
-    ) -> tuple[int, int]:
-        """Forget that a sequence's blocks from `positions` on were evicted, as far as that is remembered.
-
-        Returns:
-            How many they are, and the serial that the last of them had.
-        """
-        for num_taken, position in enumerate(positions):
-            tokens = token_ids[position : position + self.block_size].tobytes()
-            taken = account.evicted.take(namespace, serial, tokens)
-            if taken is None:
-                return num_taken, serial
-            serial = taken
-        return len(positions), serial
+    def _blocks_of(self, token_ids: array[int], positions: range) -> Iterator[bytes]:
+        """Yield the tokens of the blocks that begin at these positions."""
+        return (token_ids[position : position + self.block_size].tobytes() for position in positions)
 
     def _entry(self, table: BlockTable, place: int) -> PrefixEntry | None:
         """Return the entry of the table's block at `place`; none at the start of a sequence."""

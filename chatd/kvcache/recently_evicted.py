@@ -6,6 +6,7 @@ Keeps a number for each that is keyed by the process's own randomness: no tokens
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from chatd.kvcache.prefix_index import NamespaceId, PrefixEntry
 
@@ -45,6 +46,25 @@ class RecentlyEvicted:
         """Forget all of them."""
         self._serials.clear()
 
-    def take(self, namespace: NamespaceId, parent_serial: int, tokens: bytes) -> int | None:
-        """Forget a block and return the serial that it had; None where it is not remembered."""
-        return self._serials.pop(hash((namespace, parent_serial, tokens)), None)
+    def follow(
+        self, namespace: NamespaceId, parent_serial: int, blocks: Iterable[bytes], *, forget: bool = True
+    ) -> tuple[int, int]:
+        """Look which blocks of a sequence are remembered, up to the first that is not.
+
+        Args:
+            namespace: Of the blocks.
+            parent_serial: Of the entry of the block before them; 0 at the start of a sequence.
+            blocks: The tokens of each.
+            forget: Whether those that are found are remembered no more.
+
+        Returns:
+            How many they are, and the serial that the last of them had.
+        """
+        find = self._serials.pop if forget else self._serials.get
+        num_found, serial = 0, parent_serial
+        for tokens in blocks:
+            found = find(hash((namespace, serial, tokens)), None)
+            if found is None:
+                break
+            num_found, serial = num_found + 1, found
+        return num_found, serial

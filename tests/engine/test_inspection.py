@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from chatd.engine.messages import (
     MAX_INSPECTED,
     BlockHolder,
+    Erase,
     EraseTenant,
     Fork,
     InspectBlocks,
@@ -278,6 +279,19 @@ def test_nothing_of_a_sequence_that_is_forgotten_is_remembered_as_evicted():
     assert len(account.evicted) > 0
     engine.send(Trim(5, 0, forget=True))
     assert len(account.evicted) == 0
+
+
+def test_what_was_evicted_after_a_public_prompt_is_forgotten_with_its_sequence_and_that_prompt_is_not():
+    engine = harness(num_blocks=16, max_model_len=64)
+    engine.generate(1, prompt(8), lease=1, tenant="", params=sampling_params(1), compute_only=True)
+    engine.generate(2, prompt(17), lease=5, params=sampling_params(1))
+    engine.send(Release(5))
+    engine.send(Release(1))
+    evict_all(engine, 3)
+    public, own = engine.core.pool.public, engine.core.pool.account("acme")
+    assert (len(public.evicted), len(own.evicted)) == (2, 2)
+    engine.send(Erase(LeaseId(5), "acme", prompt(17)))
+    assert (len(public.evicted), len(own.evicted)) == (2, 0)
 
 
 def test_nothing_of_a_tenant_that_is_erased_is_remembered_as_evicted():

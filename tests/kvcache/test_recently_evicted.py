@@ -21,24 +21,30 @@ def chain(length: int, namespace: NamespaceId = ACME, first_serial: int = 1) -> 
     return entries
 
 
+def take(evicted: RecentlyEvicted, namespace: NamespaceId, parent_serial: int, tokens: bytes) -> int | None:
+    """Forget one block; return the serial that it had."""
+    num_found, serial = evicted.follow(namespace, parent_serial, [tokens])
+    return serial if num_found else None
+
+
 def test_a_sequence_is_followed_from_block_to_block_and_each_is_taken_once():
     evicted = RecentlyEvicted()
     for entry in reversed(chain(3)):
         evicted.add(entry)
     serial = 0
     for place in range(3):
-        serial = evicted.take(ACME, serial, array("i", [place]).tobytes())
+        serial = take(evicted, ACME, serial, array("i", [place]).tobytes())
         assert serial == place + 1
-    assert evicted.take(ACME, 0, array("i", [0]).tobytes()) is None
+    assert take(evicted, ACME, 0, array("i", [0]).tobytes()) is None
     assert len(evicted) == 0
 
 
 def test_other_namespaces_parents_and_tokens_are_others():
     evicted = RecentlyEvicted()
     evicted.add(chain(1)[0])
-    assert evicted.take(BETA, 0, array("i", [0]).tobytes()) is None
-    assert evicted.take(ACME, 7, array("i", [0]).tobytes()) is None
-    assert evicted.take(ACME, 0, array("i", [1]).tobytes()) is None
+    assert take(evicted, BETA, 0, array("i", [0]).tobytes()) is None
+    assert take(evicted, ACME, 7, array("i", [0]).tobytes()) is None
+    assert take(evicted, ACME, 0, array("i", [1]).tobytes()) is None
     assert len(evicted) == 1
 
 
@@ -51,7 +57,7 @@ def test_the_oldest_are_forgotten_beyond_the_bound(bound, length):
         entry.tokens = array("i", [entry.serial]).tobytes()
         evicted.add(entry)
     assert len(evicted) == min(bound, length)
-    kept = [entry.serial for entry in entries if evicted.take(ACME, 0, entry.tokens) is not None]
+    kept = [entry.serial for entry in entries if take(evicted, ACME, 0, entry.tokens) is not None]
     assert kept == [entry.serial for entry in entries][max(0, length - bound) :]
 
 
@@ -60,4 +66,15 @@ def test_what_is_evicted_once_more_is_the_last_again():
     first, second, third = (chain(1, namespace=NamespaceId(number))[0] for number in (1, 2, 3))
     for entry in (first, second, first, third):
         evicted.add(entry)
-    assert [evicted.take(entry.namespace, 0, entry.tokens) for entry in (first, second, third)] == [1, None, 1]
+    assert [take(evicted, entry.namespace, 0, entry.tokens) for entry in (first, second, third)] == [1, None, 1]
+
+
+def test_a_sequence_is_followed_up_to_what_is_not_remembered_and_may_be_kept():
+    evicted = RecentlyEvicted()
+    for entry in chain(3):
+        evicted.add(entry)
+    wanted = [array("i", [place]).tobytes() for place in (0, 1, 9, 2)]
+    assert evicted.follow(ACME, 0, wanted, forget=False) == (2, 2)
+    assert evicted.follow(ACME, 0, wanted) == (2, 2)
+    assert evicted.follow(ACME, 0, wanted) == (0, 0)
+    assert len(evicted) == 1
