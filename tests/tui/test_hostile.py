@@ -23,7 +23,6 @@ from chatd_tui.plain_lines import plain_lines
 from chatd_tui.screens.found import FoundScreen
 from chatd_tui.views import FoundRow, ItemView, ServerRow, SessionRow
 from chatd_tui.widgets.answer import AnswerMessage
-from chatd_tui.widgets.markdown_view import MarkdownView
 from chatd_tui.widgets.pool_tables import session_table, tenant_table
 from chatd_tui.widgets.status import StatusView, TitleView
 
@@ -140,7 +139,7 @@ async def test_streamed_in_pieces_no_string_escapes_or_crashes(make_app, wait_un
             await wait_until(lambda: bool(app.chat.query(AnswerMessage)))
             answer = app.chat.query_one(AnswerMessage)
             await wait_until(lambda: answer.settled)
-            assert answer.drawn == clean(text)
+            assert answer.source == clean(text)
             assert app.is_running
 
 
@@ -151,7 +150,7 @@ async def test_the_actions_of_rendered_answers_are_links_only(make_app, wait_unt
         await app.chat.transcript.show([ItemView("a", "assistant", clean("\n\n".join(MARKUP)))])
         await pilot.pause()
         actions = set()
-        for line in app.chat.query_one(MarkdownView).lines:
+        for line in app.chat.query_one(AnswerMessage).lines:
             for span in line.spans:
                 meta = getattr(span.style, "meta", None) or {}
                 actions |= {str(action) for name, action in meta.items() if name.startswith("@")}

@@ -322,3 +322,17 @@ async def test_another_version_that_is_longer_than_the_screen_is_read_from_its_b
             assert transcript.messages[-1].region.bottom <= place.bottom
             transcript.action_to_end(-1)
             await settled(transcript, pilot)
+
+
+async def test_the_mouse_selects_the_characters_that_it_passes_over(
+    daemon: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    app = make_app(daemon)
+    async with app.run_test(size=SIZE) as pilot:
+        view = ItemView("a", "assistant", "some **bold** 日本 words\n\nand a second line", note="9 tokens")
+        transcript = await opened(app, pilot, [view], wait_until)
+        answer = transcript.messages[0]
+        await pilot.mouse_down(answer, offset=(2 + len("some "), 0))
+        await pilot.hover(answer, offset=(2 + len("and a"), 2))
+        await pilot.mouse_up(answer, offset=(2 + len("and a"), 2))
+        assert app.screen.get_selected_text() == "bold 日本 words\n\nand a "

@@ -180,7 +180,7 @@ async def streaming(app: StillApp, pilot: Pilot[None]) -> None:
         p.ResponseCreated(seq=2, response="r", item=BEGUN, **COMMON),
         p.OutputTextDelta(seq=3, item_id="a", delta=text, n_tokens=60, **COMMON),
     )
-    while not (app.chat.query(AnswerMessage) and "each new token" in app.chat.query_one(AnswerMessage).drawn):
+    while not (app.chat.query(AnswerMessage) and "each new token" in app.chat.query_one(AnswerMessage).source):
         await pilot.pause()
     await pilot.pause()
 

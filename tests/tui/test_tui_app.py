@@ -36,7 +36,7 @@ def answers(app: ChatApp) -> list[AnswerMessage]:
 
 
 def shown(answer: AnswerMessage) -> str:
-    return answer.drawn
+    return answer.source
 
 
 def connected(app: ChatApp) -> Callable[[], bool]:
@@ -62,7 +62,7 @@ async def test_a_question_is_sent_and_its_answer_is_drawn_as_markdown(
         assert [message.text for message in app.chat.query(UserMessage)] == ["hi"]
         assert app.chat.query_one(Composer).text == ""
         await wait_until(lambda: status(app).kind == "idle")
-        await wait_until(lambda: answers(app)[0].query_one(".note").has_class("-shown"))
+        await wait_until(lambda: answers(app)[0].settled)
         view = app.chat.query_one(Meter).view
         assert (view.hit_rate, view.ttft_ms, view.blocks) == (0.87, 120.0, 256)
 
@@ -98,7 +98,7 @@ async def test_escape_stops_the_answer_and_keeps_its_text(make_app: MakeApp, wai
             await wait_until(lambda: bool(answers(app)) and answers(app)[0].text == "one two ")
             await pilot.press("escape")
             await wait_until(lambda: status(app).kind == "idle")
-            await wait_until(lambda: answers(app)[0].query_one(".note").has_class("-trouble"))
+            await wait_until(lambda: answers(app)[0].settled and answers(app)[0].view.trouble)
             assert shown(answers(app)[0]) == "one two "
 
 
@@ -354,8 +354,7 @@ async def test_a_conversation_that_is_lost_in_the_middle_of_its_answer_leaves_th
             await daemon.drop(p.CLOSE_RESTART)
             await wait_until(lambda: status(app).text == "the daemon no longer has this conversation")
             await wait_until(lambda: sessions.option_count == 1)
-            note = answers(app)[0].query_one(".note")
-            await wait_until(lambda: "cut off" in str(note.render()))
+            await wait_until(lambda: "cut off" in answers(app)[0].lines[-1].plain)
             await say(pilot, "again")
             await wait_until(lambda: [m.text for m in app.chat.query(UserMessage)] == ["again"])
             await wait_until(lambda: bool(answers(app)) and answers(app)[0].text == "c")
@@ -510,7 +509,7 @@ async def test_a_click_on_a_link_of_an_answer_asks_first(make_app: MakeApp, wait
             await wait_until(lambda: bool(answers(app)) and status(app).kind == "idle")
             await wait_until(lambda: "docs" in shown(answers(app)[0]))
             await pilot.pause()
-            await pilot.click("MarkdownView", offset=(1, 0))
+            await pilot.click(AnswerMessage, offset=(3, 0))
             await wait_until(lambda: isinstance(app.screen, LinkScreen))
 
 

@@ -17,6 +17,7 @@ from chatd_tui.screens.found import FoundScreen
 from chatd_tui.screens.help import ConfirmScreen, HelpScreen
 from chatd_tui.screens.pool import PoolScreen
 from chatd_tui.views import ItemView
+from chatd_tui.widgets.answer import AnswerMessage
 from chatd_tui.widgets.status import StatusView
 from chatd_tui.widgets.user_message import UserMessage
 
@@ -134,9 +135,12 @@ async def test_a_click_on_the_mark_shows_the_version_where_it_points(
             await type_line(pilot, "/regenerate")
             await wait_until(lambda: texts(app) == ["one", "answer 2"])
             # What is said of an ended answer may take a line more, and moves the mark.
-            await wait_until(lambda: "first after" in str(app.chat.query(".note").last().render()))
+            answer = app.chat.query(AnswerMessage).last()
+            await wait_until(lambda: answer.settled)
             await pilot.pause()
-            await pilot.click(".note", offset=(0, 0))
+            assert [line.plain for line in answer.lines[:2]] == ["answer 2", ""]
+            assert answer.lines[2].plain.startswith("‹2/2› · ")
+            await pilot.click(answer, offset=(2, 2))
             await wait_until(lambda: texts(app) == ["one", "answer 1"])
             await pilot.click(UserMessage)
             assert app.chat.transcript.selected.text == "one"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
+from rich.segment import Segment
 from textual.content import Content
-from textual.geometry import Size
+from textual.geometry import Region, Size
 from textual.selection import Selection
 from textual.strip import Strip
 from textual.style import Style
-from textual.visual import Visual
 from textual.widget import Widget
 
 
@@ -27,6 +27,7 @@ class LinesView(Widget):
         self._lines: list[Content] = []
         self._strips: dict[int, Strip] = {}
         self._width = 0
+        self._is_drawing = False
 
     @abstractmethod
     def _lay_out_all(self, width: int) -> None:
@@ -48,26 +49,42 @@ class LinesView(Widget):
         """Return the number of lines at this width."""
         return self.height_at(width)
 
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """Draw the lines that are seen."""
+        self._is_drawing = True
+        try:
+            return super().render_lines(crop)
+        finally:
+            self._is_drawing = False
+
     def render_line(self, y: int) -> Strip:
         """Draw one line."""
         if y >= len(self._lines):
-            return Strip.blank(self.size.width, self.rich_style)
+            return Strip.blank(self.size.width, self.visual_style.rich_style)
+        line = self._lines[y]
         selection = self.text_selection
         if selection is not None and (span := selection.get_span(y)) is not None:
             start, end = span
-            line = self._lines[y]
             style = Style.from_styles(self.screen.get_component_styles("screen--selection"))
             return self._strip(line.stylize(style, start, len(line) if end == -1 else end), y)
+        if not self._is_drawing:
+            return self._strip(line, y)
         strip = self._strips.get(y)
         if strip is None:
-            strip = self._strips[y] = self._strip(self._lines[y], y)
+            strip = self._strips[y] = self._strip(line, y)
         return strip
 
     def _strip(self, line: Content, y: int) -> Strip:
-        width = self.size.width
-        strips = Visual.to_strips(self, line, max(1, width), 1, self.visual_style, apply_selection=False)
-        strip = strips[0] if strips else Strip.blank(width, self.rich_style)
-        return strip.adjust_cell_length(width, self.rich_style).apply_offsets(0, y)
+        """Draw a line as wide as the widget; it was laid out for that, so it is not wrapped once more."""
+        base, width = self.visual_style, self.size.width
+        segments: list[Segment] = []
+        x = 0
+        for text, added in line.render(base, end="", parse_style=self._get_style):
+            style = base + added
+            # Where each character is, is asked for when the mouse selects text: a line that is drawn does without.
+            segments.append(Segment(text, style.rich_style if self._is_drawing else style.rich_style_with_offset(x, y)))
+            x += len(text)
+        return Strip(segments, line.cell_length).adjust_cell_length(width, base.rich_style)
 
     def notify_style_update(self) -> None:
         """Draw anew in other colors."""

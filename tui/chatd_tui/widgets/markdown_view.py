@@ -111,11 +111,16 @@ class MarkdownView(LinesView):
         del self._lines[self._num_settled_lines :]
         self._add(self._tail.lines, flows=self._tail.flows)
         self._add(self._fence_lines)
+        self._add(self._under())
         self._drawn_lines = list(self._lines)
         # Lines are drawn again only from the first one that is another.
         pairs = enumerate(zip(before, self._lines, strict=False))
         kept = next((y for y, (old, new) in pairs if old is not new), min(len(before), len(self._lines)))
         self._strips = {y: strip for y, strip in self._strips.items() if y < kept}
+
+    def _under(self) -> list[Content]:
+        """Return the lines below the Markdown, for the width that it has."""
+        return []
 
     def _add(self, lines: list[Content], *, flows: bool = False) -> None:
         if lines and self._lines and not flows:
