@@ -10,6 +10,7 @@ import re
 import secrets
 from array import array
 from collections.abc import Callable, Sequence
+from sys import getsizeof
 from typing import Any, Literal
 
 import msgspec
@@ -20,6 +21,7 @@ from chatd.errors import InvalidRequest
 from chatd.journal.records import ID_TYPE, MessageRecord, SessionRecord
 from chatd.protocol import Params
 from chatd.protocol.ranges import RANGES, check_range, check_stop_strings
+from chatd.sessions.stored import conversation_of, headed
 
 FORMAT = "chatd.session"
 VERSION = 1
@@ -88,6 +90,8 @@ RENDERERS: dict[Format, Callable[[SessionRecord, Sequence[MessageRecord]], str]]
 def from_json(text: str | bytes) -> SessionFile:
     """Return a conversation that `as_json` wrote, without an answer that was in progress.
 
+    How much it has is counted, whatever the file says of that: its owner's bounds hold by it.
+
     Raises:
         InvalidRequest: It is none, or its messages are no tree.
     """
@@ -103,7 +107,7 @@ def from_json(text: str | bytes) -> SessionFile:
         )
     _check_tree(file)
     _check_values(file)
-    return _ended(file)
+    return _counted(_ended(file))
 
 
 def with_new_ids(file: SessionFile) -> SessionFile:
@@ -199,3 +203,11 @@ def _ended(file: SessionFile) -> SessionFile:
     session = msgspec.structs.replace(file.session, head=unfinished.get(file.session.head or "", file.session.head))
     messages = [message for message in file.messages if message.id not in unfinished]
     return msgspec.structs.replace(file, session=session, messages=messages)
+
+
+def _counted(file: SessionFile) -> SessionFile:
+    """Return a conversation with the counts that its messages have."""
+    conversation = conversation_of(file.session, file.messages)
+    num_bytes = conversation.num_bytes + getsizeof(conversation.system or "")
+    session = msgspec.structs.replace(headed(file.session, conversation.head), num_bytes=num_bytes)
+    return msgspec.structs.replace(file, session=session)

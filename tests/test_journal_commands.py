@@ -27,6 +27,8 @@ from chatd.journal.records import Change, CountUsage, MessageRecord, SaveMessage
 from chatd.kvcache.block_directory import BlockDirectory
 from chatd.kvcache.block_file import Origin, write_block
 from chatd.session_files import FORMAT, VERSION, SessionFile, as_json, from_json
+from chatd.sessions.conversation import MESSAGE_OVERHEAD_BYTES
+from chatd.sessions.stored import conversation_of
 from chatd.testing.engine import NAMESPACE
 from chatd.testing.journal_records import make_answer, make_session, make_user_message
 
@@ -38,6 +40,9 @@ TREE = [
     make_answer("msg_3", "msg_1", "no fish", [6]),
     make_user_message("msg_4", HOSTILE, "msg_2"),
 ]
+
+
+COUNTS = ("num_items", "num_tokens", "num_bytes")
 
 
 def write(directory: Path, *changes: Change) -> None:
@@ -101,6 +106,14 @@ def sessions(command: str, journal: Path, *arguments: object) -> str:
 
 def listed(journal: Path, *arguments: object) -> list[str]:
     return [row["id"] for row in json.loads(sessions("ls", journal, "--json", *arguments))]
+
+
+def without_counts(exported: str) -> dict[str, Any]:
+    """Return an export but for how much it has, which an import counts anew."""
+    file: dict[str, Any] = json.loads(exported)
+    for name in COUNTS:
+        file["session"].pop(name, None)
+    return file
 
 
 def has_controls(text: str) -> bool:
@@ -216,7 +229,9 @@ def test_a_conversation_is_the_same_after_export_and_import(journal: Path, tmp_p
         sessions("import", directory, files[1], "--user", "ann")
         assert read(directory, "ses_1") == TREE
         assert read(directory, "fork") == TREE[:1]
-        assert sessions("export", directory, "ses_1", "--format", "json") == files[0].read_text()
+        assert without_counts(sessions("export", directory, "ses_1", "--format", "json")) == without_counts(
+            files[0].read_text()
+        )
         assert listed(directory, "--tenant", "acme", "--user", "ann", "--query", "whale") == ["ses_1", "fork"]
 
 
@@ -227,7 +242,20 @@ def test_any_text_is_the_same_after_export_and_import(text: str, title: str, ids
     exported = as_json(session, messages)
     assert exported.isascii()
     assert not has_controls(exported)
-    assert from_json(exported) == SessionFile(format=FORMAT, version=VERSION, session=session, messages=messages)
+    read = from_json(exported)
+    counts = {name: getattr(read.session, name) for name in COUNTS}
+    session = msgspec.structs.replace(session, **counts)
+    assert read == SessionFile(format=FORMAT, version=VERSION, session=session, messages=messages)
+
+
+@pytest.mark.parametrize("claimed", [0, 1, 2**31 - 1])
+def test_how_much_an_imported_conversation_has_is_counted_and_not_believed(claimed: int) -> None:
+    session = make_session("s", head="a")
+    messages = [make_user_message("q", "x" * 5000), make_answer("a", "q", "yes", range(100))]
+    claims = msgspec.structs.replace(session, num_items=claimed, num_tokens=claimed, num_bytes=claimed)
+    read = from_json(as_json(claims, messages)).session
+    assert (read.num_items, read.num_tokens) == (2, conversation_of(session, messages).num_tokens)
+    assert 5000 + 4 * 100 <= read.num_bytes <= 5000 + 4 * 100 + 3 * MESSAGE_OVERHEAD_BYTES
 
 
 def test_an_import_changes_nothing_that_is_there(journal: Path, tmp_path: Path) -> None:
