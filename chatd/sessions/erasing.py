@@ -20,7 +20,7 @@ from chatd.sessions.events import Subscriber
 from chatd.sessions.logs import last_answer, log_of
 from chatd.sessions.ports import Journal
 from chatd.sessions.recorder import Receipt, Recorder
-from chatd.sessions.session import Session
+from chatd.sessions.session import Session, unknown_session
 from chatd.sessions.store import SessionStore
 from chatd.sessions.turns import TurnRunner
 
@@ -64,19 +64,15 @@ class Eraser:
     ) -> SessionErased:
         """Remove a session; see `SessionManager.erase`."""
         session.check_writer(subscriber)
-        while True:
-            while (turn := session.turn) is not None:
-                self._runner.cancel(turn)
-                await turn.ended.wait()
-            async with session.lock:
-                session.check_there()
-                try:
-                    await self._store.loader.load(session)
-                except DamagedRecord as error:
-                    # It goes all the same, but nobody knows the ids of which a tier may have KV.
-                    _log.error("a damaged session is erased: %s", error.message)
-                if session.turn is None:  # Else it began while the lock was waited for.
-                    return await self._erase(session, re, subscriber, receipt)
+        async with contextlib.AsyncExitStack() as stack:
+            if not await self.hold(session, stack):
+                raise unknown_session(session.id)
+            try:
+                await self._store.loader.load(session)
+            except DamagedRecord as error:
+                # It goes all the same, but nobody knows the ids of which a tier may have KV.
+                _log.error("a damaged session is erased: %s", error.message)
+            return await self._erase(session, re, subscriber, receipt)
 
     async def hold(self, session: Session, stack: contextlib.AsyncExitStack) -> bool:
         """Keep everybody from a session until `stack` ends, with no answer in progress; False where it is gone."""
@@ -101,15 +97,6 @@ class Eraser:
         self._store.drop(session)
 
     async def _erase(
-        self, session: Session, re: str | None, subscriber: Subscriber | None, receipt: Receipt | None
-    ) -> SessionErased:
-        session.is_erasing = True
-        try:
-            return await self._erase_all(session, re, subscriber, receipt)
-        finally:
-            session.is_erasing = False
-
-    async def _erase_all(
         self, session: Session, re: str | None, subscriber: Subscriber | None, receipt: Receipt | None
     ) -> SessionErased:
         owner = session.owner
