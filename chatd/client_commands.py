@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 notices = Console(stderr=True)
 
 UrlOption = Annotated[str | None, typer.Option(help="Of the daemon (default: CHATD_URL, or this machine).")]
-KeyOption = Annotated[str | None, typer.Option(help="Default: CHATD_KEY, or this machine's local key.")]
+KeyOption = Annotated[
+    str | None,
+    typer.Option(help="Others here can see it: prefer CHATD_KEY or CHATD_KEY_FILE. Default: those, or the local key."),
+]
 
 
 def ask(

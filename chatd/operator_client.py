@@ -31,7 +31,8 @@ class OperatorClient:
 
     Args:
         address: Its http(s) address.
-        key: Default: `CHATD_KEY`, or this machine's local key for an address of the loopback.
+        key: Default: `CHATD_KEY`, the one in `CHATD_KEY_FILE`, or this machine's local key for an address of the
+            loopback.
 
     Raises:
         InvalidRequest: The key would go over the network in the clear.
@@ -107,6 +108,6 @@ class OperatorClient:
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return EnvironmentProblem(f"{self.address} answered HTTP {status}, not as a daemon does")
         if status in (http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN):
-            hint = "name the operator's key with --key or CHATD_KEY (chatd keys create --operator)"
+            hint = "name the operator's key with CHATD_KEY or CHATD_KEY_FILE (chatd keys create --operator)"
             return PermissionDenied(f"the daemon at {self.address} refuses: {error.message}", hint=hint)
         return error

@@ -176,6 +176,27 @@ def test_the_local_key_goes_to_no_other_machine(home: Path, url: str, monkeypatc
     assert client_defaults().key == "ck_mine"
 
 
+def test_a_key_may_be_in_a_file_that_its_owner_alone_can_read(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "box.key"
+    file.write_text("ck_of_the_box\n")
+    file.chmod(0o600)
+    monkeypatch.setenv("CHATD_KEY_FILE", str(file))
+    assert client_defaults("https://box").key == "ck_of_the_box"
+    assert client_defaults("http://127.0.0.1:8790").key == "ck_of_the_box", "rather than the local key"
+    assert load_settings().settings.server is not None, "it is no setting of a daemon, and no mistake in one"
+    monkeypatch.setenv("CHATD_KEY", "ck_mine")
+    assert client_defaults("https://box").key == "ck_mine"
+    monkeypatch.delenv("CHATD_KEY")
+    file.chmod(0o640)
+    with pytest.raises(ConfigError, match=r"others can read the key in .*box.key"):
+        client_defaults("https://box")
+    monkeypatch.setenv("CHATD_KEY_FILE", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"the key in .*none cannot be read"):
+        client_defaults("http://127.0.0.1:8790")
+
+
 def test_no_key_is_sent_over_the_network_in_the_clear() -> None:
     for url in ("http://box", "ws://10.0.0.1:8790/v1/chat/ws", "box:8790"):
         with pytest.raises(InvalidRequest, match="not encrypted") as refused:

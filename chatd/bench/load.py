@@ -30,6 +30,7 @@ from chatd.bench.chat import percentile
 from chatd.bench.load_traffic import Crowd, Shape
 from chatd.bench.record import write_json
 from chatd.client import Client
+from chatd.config import client_defaults
 from chatd.local_daemon import LocalDaemon
 from chatd.protocol import Params
 from chatd.testing.ports import free_port
@@ -219,7 +220,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m chatd.bench load", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--url", help="a daemon that is running already; nobody else should use it meanwhile")
-    parser.add_argument("--key", help="for that daemon; its metrics are read with it")
+    parser.add_argument(
+        "--key", help="for that daemon, whose metrics are read with it (default: CHATD_KEY, CHATD_KEY_FILE)"
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--kv-memory", default="96MiB", help="of the daemon that is started")
     parser.add_argument("--streams", type=int, default=16, help="turns at a time")
@@ -233,7 +236,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     shape = Shape(
         options.url or f"http://127.0.0.1:{free_port()}",
-        options.key,
+        options.key or (client_defaults(options.url).key if options.url else None),
         options.streams,
         options.sessions,
         options.idle,

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from chatd.config.addresses import DEFAULT_PORT, host_of, is_loopback
 from chatd.config.folders import read_local_key, state_dir
+from chatd.config.key_files import read_key_file
 from chatd.errors import ConfigError, InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
 class ClientDefaults:
-    """Where a client connects when it is not told: `CHATD_URL`, `CHATD_KEY`, else the daemon on this machine."""
+    """Where a client connects when it is not told, and with which key."""
 
     url: str
     key: str | None
@@ -22,14 +23,21 @@ class ClientDefaults:
 def client_defaults(url: str | None = None) -> ClientDefaults:
     """Return where a client connects when it is not told, and with which key.
 
-    The local key is an operator's and is offered to this machine's loopback only; `CHATD_KEY` goes to any daemon.
+    The address is `CHATD_URL`, else the daemon on this machine. The key is `CHATD_KEY`, else what is in the file that
+    `CHATD_KEY_FILE` names, and goes to any daemon; else the local key, which is an operator's and is offered to this
+    machine's loopback only.
 
     Args:
         url: Where it connects, if it was told that.
+
+    Raises:
+        ConfigError: There is no key in the file that is named, or others can read it.
     """
     url = url or os.environ.get("CHATD_URL") or f"http://127.0.0.1:{DEFAULT_PORT}"
-    key = os.environ.get("CHATD_KEY") or (read_local_key() if is_loopback(host_of(url)) else None)
-    return ClientDefaults(url=url, key=key)
+    key = os.environ.get("CHATD_KEY")
+    if not key and (name := os.environ.get("CHATD_KEY_FILE")):
+        key = read_key_file(Path(), name)
+    return ClientDefaults(url=url, key=key or (read_local_key() if is_loopback(host_of(url)) else None))
 
 
 def input_history_path() -> Path | None:

@@ -18,7 +18,9 @@ from chatd.config.folders import config_dir, usual_keys_path
 from chatd.config.settings import ENV_NESTED, ENV_PREFIX, Settings
 from chatd.errors import ConfigError
 
-CLIENT_VARIABLES = frozenset({"CHATD_CONFIG", "CHATD_URL", "CHATD_KEY", "CHATD_INPUT_HISTORY", "CHATD_THEME"})
+CLIENT_VARIABLES = frozenset(
+    {"CHATD_CONFIG", "CHATD_URL", "CHATD_KEY", "CHATD_KEY_FILE", "CHATD_INPUT_HISTORY", "CHATD_THEME"}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,11 +17,11 @@ from typing import Any
 from chatd.config.addresses import host_of, is_loopback
 from chatd.config.connecting import client_defaults
 from chatd.config.folders import config_dir, read_local_key
+from chatd.config.key_files import read_key_file
 from chatd.errors import ConfigError, InvalidRequest
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _FIELDS = ("url", "key_env", "key_file")
-MAX_KEY_CHARS = 4096
 
 
 def _no_key() -> str | None:
@@ -166,7 +165,7 @@ def _key_reader(path: Path, where: str, table: Mapping[str, str]) -> Callable[[]
     if "key_env" in table:
         return lambda: _key_of_variable(table["key_env"], where)
     if "key_file" in table:
-        return lambda: _key_of_file(path.parent, table["key_file"])
+        return lambda: read_key_file(path.parent, table["key_file"])
     return _local_key_reader(table["url"])
 
 
@@ -178,30 +177,4 @@ def _key_of_variable(variable: str, where: str) -> str:
     key = os.environ.get(variable)
     if not key:
         raise ConfigError(f"the variable {variable} has no key ({where}.key_env)", param=f"{where}.key_env")
-    return key
-
-
-def _key_of_file(folder: Path, name: str) -> str:
-    """Return the key in a file that only its owner can read."""
-    path = folder / name
-    try:
-        path = folder / Path(name).expanduser()
-        # A pipe would be waited for as long as nobody writes into it.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, encoding="ascii") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"the key in {path} cannot be read: it is no file")
-            if stat.S_IMODE(status.st_mode) & 0o077:
-                raise ConfigError(f"others can read the key in {path}", hint=f"chmod 600 {path}")
-            key = file.read(MAX_KEY_CHARS + 1).strip()
-    except OSError as error:
-        raise ConfigError(f"the key in {path} cannot be read: {error.strerror}") from None
-    except RuntimeError:
-        raise ConfigError(f"the key in {path} cannot be read: there is no such home") from None
-    except ValueError:
-        # No text, or a zero in the name.
-        raise ConfigError(f"there is no key in {path}") from None
-    if not key or len(key) > MAX_KEY_CHARS or not key.isprintable() or " " in key:
-        raise ConfigError(f"there is no key in {path}")
     return key

@@ -56,7 +56,12 @@ def connect(
         list[str] | None,
         typer.Option(metavar="NAME[=URL]", help="One more in the same list; a NAME alone is one of servers.toml."),
     ] = None,
-    key: Annotated[str | None, typer.Option(help="Default: CHATD_KEY, or this machine's local key.")] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            help="Others here can see it: prefer CHATD_KEY or CHATD_KEY_FILE. Default: those, or the local key."
+        ),
+    ] = None,
     keymap: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Keys of your own (default: keymap.toml).")
     ] = None,
