@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from textual.content import Content
+from textual.reactive import reactive
 from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
@@ -35,6 +36,9 @@ class SessionList(OptionList):
     }
     """
 
+    highlighted: reactive[int | None] = reactive(None, repaint=False)
+    """The option that Enter takes. Another one has its own lines and those of the one before drawn, not the list."""
+
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(_new_option(""), id=id, markup=False)
         self._rows: tuple[ServerRow, ...] = ()
@@ -60,6 +64,13 @@ class SessionList(OptionList):
         if not self.has_focus or chosen not in ids:
             chosen = current
         self.highlighted = ids.index(chosen) if chosen in ids else None
+
+    def watch_highlighted(self, before: int | None, highlighted: int | None) -> None:  # type: ignore[override]
+        """Draw what is no longer highlighted and what is now, and go there."""
+        super().watch_highlighted(highlighted)
+        for option in (before, highlighted):
+            if option in self._index_to_line:
+                self.refresh_lines(self._index_to_line[option], self._heights[option])
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         """Tell which session is wanted."""
