@@ -187,8 +187,8 @@ async def test_completion_takes_the_marked_command_and_unknown_ones_are_not_sent
     async with app.run_test(size=SIZE) as pilot:
         await wait_until(connected(app))
         await pilot.press(*"/se")
-        await wait_until(lambda: len(app.chat.suggestions.view.rows) == 3)
-        await pilot.press("down", "tab")
+        await wait_until(lambda: len(app.chat.suggestions.view.rows) == 4)
+        await pilot.press("down", "down", "tab")
         assert app.chat.composer.text == "/set "
         await pilot.press(*"temperature=1 top_k", "tab", "2", "enter")
         await wait_until(lambda: app.chat.status.text == "temperature=1.0 top_k=2")

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
+from textual.dom import DOMNode
 from textual.theme import Theme
 
 from chatd.clean import clean, clean_line
@@ -172,6 +173,10 @@ class ChatApp(NewsApp, inherit_bindings=False):
             return False
         return True
 
+    def stays(self, widget: DOMNode) -> bool:
+        """Whether no key takes the keyboard away from a widget by closing it."""
+        return self.screen is self.chat and widget in (self.chat.composer, self.chat.transcript)
+
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """Give a theme that is not ours the colors that our styles name."""
         return own_variables(self.current_theme)
@@ -240,7 +245,8 @@ class ChatApp(NewsApp, inherit_bindings=False):
         self.typing_ahead.forget()
         await self.conversation.clear(empty=session is None)
         self.chat.close_overlay()
-        self.chat.composer.focus()
+        # At once, so that keys that are typed right after go there.
+        self.chat.set_focus(self.chat.composer)
         if server is not None and server != self.link.name:
             await self.daemons.show(server)
             self.meter = MeterView()

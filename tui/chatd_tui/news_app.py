@@ -30,6 +30,7 @@ from chatd_tui.collection import settle
 from chatd_tui.conversation import Conversation
 from chatd_tui.fault_report import FaultReport
 from chatd_tui.keymap import Keymap
+from chatd_tui.keys_in_order import KeysInOrder
 from chatd_tui.link import DaemonLink
 from chatd_tui.screens.chat import ChatScreen
 from chatd_tui.screens.pool import PoolScreen
@@ -43,7 +44,7 @@ LIST_S = 5.0
 """How old the list of conversations may be while one sees it."""
 
 
-class NewsApp(FaultReport, App[None], inherit_bindings=False):
+class NewsApp(FaultReport, KeysInOrder, App[None], inherit_bindings=False):
     """Connects to daemons and draws what they say.
 
     Args:
