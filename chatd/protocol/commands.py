@@ -136,7 +136,7 @@ class ResponseRegenerate(_Command, frozen=True, kw_only=True, tag="response.rege
 class ResponseContinue(_Command, frozen=True, kw_only=True, tag="response.continue"):
     """Go on from an answer that was cut short, `item` or the last one, beside it.
 
-    `max_tokens` is for what comes now; absent, as many as the answer had.
+    `max_tokens` is for what comes now; absent, the session's holds, or the rest of the context.
     """
 
     session: SessionId
