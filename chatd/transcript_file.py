@@ -3,6 +3,9 @@
 Nothing that was said can look like the file's own words. In Markdown each message is a quote, whose every line begins
 with ">", below a heading that never does; and what would reach out of a quote is written so that it does not: raw HTML
 and definitions of links, outside of code. HTML escapes all of it. Both are clean of characters that a terminal obeys.
+
+Nor does a file that is shown fetch or run anything that was said: in Markdown an image is its own text, and a block of
+code names no language that a reader of Markdown draws, runs or passes on as HTML.
 """
 
 from __future__ import annotations
@@ -26,6 +29,17 @@ _BLANKS = " \t"
 """All that a line without anything has; to Markdown other white space is text."""
 _RUN = re.compile(r"`+")
 _TAG = re.compile(r"<(?=[A-Za-z/!?])")
+_NAMED_FENCE = re.compile(r"((?:[ \t>:+*#()\d.-]|[A-Za-z](?=[.)]))*(?:`{3,}+(?=[^`]*\Z)|~{3,}+))\s*(\S.*)", re.DOTALL)
+_LANGUAGE = re.compile(r"[\w+#.-]{1,32}")
+_RAW_SPAN = re.compile(r"\A\{(?==)")
+_DRAWN = re.compile(
+    "abc|asciinema|blockdiag|bpmn|bytefield|chart|csv-table|d2|dataview|dataviewjs|ditaa|dot|embed|excalidraw|flow"
+    "|geojson|gnuplot|graphviz|html-preview|iframe|include|infographic|kroki|markmap|math|mermaid|mindmap|nomnoml"
+    "|pikchr|plantuml|puml|query|sequence|stl|svg|svgbob|symbolator|tabs|topojson|uml|vega|vega-lite|vegalite|viz"
+    "|wavedrom|wireviz|zenuml",
+    re.IGNORECASE,
+)
+"""Languages of code that some readers draw, from addresses in it or by a service, in place of showing the code."""
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:46rem;margin:2rem auto;padding:0 1rem}"
     "h2{font-size:1rem;margin:1.5rem 0 .25rem;color:#666}"
@@ -81,6 +95,8 @@ def _contained(text: str) -> Iterator[str]:
     for unaligned in text.split("\n"):
         # The quote's own mark moves what a tab before a fence comes to.
         line = _INDENTED_MARKS.sub(lambda indent: indent.group().expandtabs(4), unaligned, count=1)
+        if not fence:
+            line = _shown_as_code(line)
         if fence:
             if re.fullmatch(rf" {{0,3}}{fence[0]}{{{len(fence)},}}[ \t]*", line):
                 fence, is_certain, is_begun = "", True, False
@@ -104,7 +120,10 @@ def _contained(text: str) -> Iterator[str]:
                     parts = None
             is_certain = parts is not None
             parts = [line] if parts is None else parts
-            yield "".join(part if number % 2 else _outside_code(part) for number, part in enumerate(parts))
+            yield "".join(
+                part if number % 2 else _outside_code(_RAW_SPAN.sub(r"\{", part) if number else part)
+                for number, part in enumerate(parts)
+            )
 
 
 class _Doubtful:
@@ -153,4 +172,21 @@ def _spans(line: str) -> list[str] | None:
 
 
 def _outside_code(text: str) -> str:
-    return _TAG.sub("&lt;", text).replace("]:", "]\\:")
+    # An escaped bracket begins neither an image nor a link, whatever stands before the mark.
+    return _TAG.sub("&lt;", text).replace("]:", "]\\:").replace("![", "!\\[").replace("`{=", "`\\{=")
+
+
+def _shown_as_code(line: str) -> str:
+    """Return a line that may begin a block of code so that readers show its code, as what it is said to be.
+
+    A word takes the place of what it is not to be: without any it could be the end of another block.
+    """
+    found = _NAMED_FENCE.fullmatch(line)
+    if found is None:
+        return line
+    opening, info = found.groups()
+    language = info.split()[0]
+    if not _LANGUAGE.fullmatch(language) or _DRAWN.fullmatch(language):
+        return f"{opening}text"
+    # What follows the name are orders to some readers.
+    return line if info.strip() == language else f"{opening}{language}"

