@@ -4,6 +4,10 @@ A text is found by a query if it has every word of the query somewhere, inside o
 works in languages that put no blanks between words. The index maps three characters to the texts that have them, which
 leaves few texts to look at. What it says is a hint: whatever is returned was compared, and belongs to who asked. So
 its order and its contents tell nobody about others' texts.
+
+The time of a search may: owners whose numbers are the same modulo `NUM_PARTS` share a part, whose list of the texts
+with three characters is stepped over to those of who asks, at most once for each of these. An owner of one's own in
+each entry would end that, at six times the time to write a text and two and a half times the size (measured).
 """
 
 from __future__ import annotations
