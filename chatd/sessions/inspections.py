@@ -15,7 +15,7 @@ INTERVAL_S_PER_BLOCK = 4e-6
 
 
 class Inspections:
-    """Questions that are not answered yet; the engine gets one at a time, in the order in which they came.
+    """Questions that are not answered yet; the engine gets one at a time, of tenants that have several by turns.
 
     Args:
         engine: Where they go.
@@ -39,6 +39,7 @@ class Inspections:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Inspected]] = {}
         self._turn = asyncio.Lock()
+        self._lines: dict[str | None, asyncio.Lock] = {}  # A tenant's own, of which the first stands in the common one.
         self._free_at = float("-inf")
 
     async def ask(self, first: int, num_blocks: int, tenant: str | None) -> Inspected:
@@ -47,7 +48,7 @@ class Inspections:
         Raises:
             Unavailable: No engine serves, or it ended meanwhile.
         """
-        async with self._turn:
+        async with self._lines.setdefault(tenant, asyncio.Lock()), self._turn:
             wait_s = self._free_at - self._monotonic()
             if wait_s > 0:
                 await self._sleep(wait_s)

@@ -47,6 +47,23 @@ async def test_one_question_at_a_time_is_with_the_engine_and_each_gets_its_own_a
     assert [(await first).step, (await second).step] == [10, 11]
 
 
+async def test_a_tenant_that_asks_much_holds_up_another_by_one_question() -> None:
+    asked = Asked()
+    owners = ["acme", "acme", "acme", "other", None]
+    asking = [asyncio.create_task(asked.inspections.ask(cell, 1, owner)) for cell, owner in enumerate(owners)]
+    for question in range(1, 6):
+        await settle()
+        asked.inspections.on_inspected(Inspected(question, 1, []))
+    await asyncio.gather(*asking)
+    assert [(message.tenant, message.first) for message in asked.sent] == [
+        ("acme", 0),
+        ("other", 3),
+        (None, 4),
+        ("acme", 1),
+        ("acme", 2),
+    ]
+
+
 async def test_the_larger_the_tables_the_fewer_questions() -> None:
     asked = Asked()
     asked.inspections.num_held = 100_000
