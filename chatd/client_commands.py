@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 notices = Console(stderr=True)
 
+LONG_LINE = 4096
+"""More columns than any line of a report has."""
+
 UrlOption = Annotated[str | None, typer.Option(help="Of the daemon (default: CHATD_URL, or this machine).")]
 KeyOption = Annotated[
     str | None,
@@ -111,7 +114,12 @@ def _print_pool(address: str, key: str | None, as_json: bool) -> None:
         # The one control character that JSON lets stand in ASCII.
         typer.echo(json.dumps(as_builtins(hello, state)).replace("\x7f", "\\u007f"))
     else:
-        Console(highlight=False).print(as_tables(hello, state))
+        console = Console(highlight=False)
+        if console.is_terminal:
+            console.print(as_tables(hello, state, console.width))
+        else:
+            # Whoever reads a pipe wants whole lines, however long.
+            Console(highlight=False, width=LONG_LINE).print(as_tables(hello, state))
 
 
 def _params(typed: Sequence[str]) -> Params:

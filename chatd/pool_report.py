@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 from rich import box
+from rich.cells import cell_len, set_cell_size
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Table
 
 from chatd.clean import clean_line
 from chatd.client import Client, PoolState
@@ -17,6 +19,13 @@ from chatd.protocol import Hello, SessionBlocks
 
 TITLE_LENGTH = 36
 """A longer title is cut in a table; the JSON has all of it."""
+
+LEAST_TITLE = 12
+TITLE = "title"
+BESIDE = 2
+"""Blanks that a column takes beside its text."""
+WORDS = ("tier", "lease", TITLE)
+"""Columns that are no numbers, beside the names of rows."""
 
 
 async def read_pool(url: str, key: str | None) -> tuple[Hello, PoolState]:
@@ -77,8 +86,8 @@ def lease(row: SessionBlocks) -> str:
     return (row.lease or "idle") if row.held else "none"
 
 
-def as_tables(hello: Hello, state: PoolState) -> RenderableType:
-    """Return a reading as lines and tables."""
+def as_tables(hello: Hello, state: PoolState, width: int | None = None) -> RenderableType:
+    """Return a reading as lines and tables, for a terminal of `width` columns or for whatever takes long lines."""
     totals = state.totals
     part = totals.active / max(1, totals.blocks)
     percent = "<1%" if 0 < part < 0.01 else f"{part:.0%}"
@@ -94,24 +103,39 @@ def as_tables(hello: Hello, state: PoolState) -> RenderableType:
         lines.append(
             f"of the active: bills {billed['sessions']:.1f}  public {billed['public']}  others {billed['others']:.1f}"
         )
-    tenants = _table("tenant", "active", "share", "floor", "cached", "running", "waiting", "lost", "again")
-    for tenant in state.tenants:
-        share = None if tenant.share is None else round(tenant.share)
-        numbers = (
-            *(tenant.active, share, tenant.floor, tenant.cached),
-            *(tenant.running, tenant.waiting, tenant.evicted, tenant.wanted_again),
-        )
-        tenants.add_row(escape(clean_line(tenant.tenant, 60)), *map(_number, numbers))
-    sessions = _table("session", "held", "shared", "own", "bill", "tokens")
-    sessions.add_column("tier", no_wrap=True)
-    sessions.add_column("lease", no_wrap=True)
-    sessions.add_column("title", overflow="fold")
-    for row in _most_first(state):
-        bill = None if row.bill is None else f"{row.bill:.1f}"
-        cells = (row.held, row.shared, row.held - row.shared, bill, row.tokens)
-        words = (clean_line(row.tier, 20), clean_line(lease(row), 20), clean_line(row.title, TITLE_LENGTH))
-        sessions.add_row(escape(clean_line(row.session, 64)), *map(_number, cells), *map(escape, words))
-    return Group(*map(escape, lines), tenants, sessions)
+    tenants = [
+        {
+            "tenant": clean_line(tenant.tenant, 60),
+            "active": _number(tenant.active),
+            "share": _number(None if tenant.share is None else round(tenant.share)),
+            "floor": _number(tenant.floor),
+            "cached": _number(tenant.cached),
+            "running": _number(tenant.running),
+            "waiting": _number(tenant.waiting),
+            "lost": _number(tenant.evicted),
+            "again": _number(tenant.wanted_again),
+        }
+        for tenant in state.tenants
+    ]
+    sessions = [
+        {
+            "session": clean_line(row.session, 64),
+            "held": _number(row.held),
+            "shared": _number(row.shared),
+            "own": _number(row.held - row.shared),
+            "bill": _number(None if row.bill is None else f"{row.bill:.1f}"),
+            "tokens": _number(row.tokens),
+            "tier": clean_line(row.tier, 20),
+            "lease": clean_line(lease(row), 20),
+            "title": clean_line(row.title, TITLE_LENGTH),
+        }
+        for row in _most_first(state)
+    ]
+    return Group(
+        *map(escape, lines),
+        _table(tenants, ("again", "lost", "waiting", "running", "cached", "floor", "share"), width),
+        _table(sessions, ("tokens", "own", "tier", "lease", "bill", "shared", TITLE), width),
+    )
 
 
 def _again(number: int | None) -> str:
@@ -122,9 +146,36 @@ def _number(value: int | str | None) -> str:
     return "–" if value is None else str(value)
 
 
-def _table(name: str, *numbers: str) -> Table:
-    columns = (Column(number, justify="right", no_wrap=True) for number in numbers)
-    return Table(Column(name, overflow="fold"), *columns, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+def _table(rows: Sequence[Mapping[str, str]], least_first: Sequence[str], width: int | None) -> Table:
+    """Return rows as a table in which names are whole; of the rest what does not fit is left out, and titles are cut.
+
+    Args:
+        rows: The text of each column by its name, cleaned; all have the same columns, the first one names the row.
+        least_first: The columns that may be left out, the least wanted first.
+        width: Of the terminal; None is as much as is needed.
+    """
+    names = list(rows[0]) if rows else []
+    widths = {name: max(cell_len(text) for text in (name, *(row[name] for row in rows))) for name in names}
+    whole_title = widths.get(TITLE, 0)
+    if width is not None and TITLE in widths:
+        widths[TITLE] = min(whole_title, LEAST_TITLE)
+    for name in least_first:
+        if width is not None and sum(widths.values()) + BESIDE * len(widths) > width:
+            widths.pop(name, None)
+    if width is not None and TITLE in widths:
+        widths[TITLE] = min(whole_title, widths[TITLE] + max(0, width - sum(widths.values()) - BESIDE * len(widths)))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in widths:
+        is_number = name not in (*names[:1], *WORDS)
+        # A name that is wider than the terminal goes on in the next line.
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=name not in names[:1], overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(_cut(row[name], widths[name])) for name in widths))
+    return table
+
+
+def _cut(text: str, width: int) -> str:
+    return text if cell_len(text) <= width else f"{set_cell_size(text, width - 1).rstrip()}…"
 
 
 def _most_first(state: PoolState) -> list[SessionBlocks]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from chatd import protocol as p
@@ -125,14 +126,14 @@ async def test_a_key_that_is_not_known_is_refused() -> None:
             await read_pool(guarded.url, "wrong")
 
 
-def top(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
+def top(*arguments: str, home: Path, columns: int = 120) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("CHATD_", "XDG_"))}
     return subprocess.run(
         [sys.executable, "-m", "chatd.cli", "top", *arguments],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        env={**clean, "HOME": str(home), "COLUMNS": "120"},
+        env={**clean, "HOME": str(home), "COLUMNS": str(columns)},
         check=False,
     )
 
@@ -173,3 +174,38 @@ async def test_little_that_is_held_is_not_said_to_be_nothing(daemon: ScriptedDae
         out = io.StringIO()
         Console(file=out, width=120).print(as_tables(hello, msgspec.structs.replace(state, totals=totals)))
         assert f"active {active} {said}" in out.getvalue()
+
+
+LONG_ID = "ses_0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize(
+    ("width", "left_out"),
+    [(None, set()), (100, set()), (80, {"tokens", "own"}), (72, {"tokens", "own", "tier"}), (40, None)],
+)
+async def test_an_id_is_whole_and_what_does_not_fit_beside_it_is_left_out(
+    daemon: ScriptedDaemon, width: int | None, left_out: set[str] | None
+) -> None:
+    hello, state = await read_pool(daemon.url, None)
+    title = "河" * 10 + " and the rivers of the north"
+    state = msgspec.structs.replace(state, sessions=(row(session=LONG_ID, title=title, held=31, shared=10, bill=20.5),))
+    out = io.StringIO()
+    Console(file=out, width=width or 4096).print(as_tables(hello, state, width))
+    shown = out.getvalue().splitlines()
+    (names,) = [line.split() for line in shown if line.split()[:1] == ["session"]]
+    (line,) = [line for line in shown if LONG_ID in line]
+    columns = ["session", "held", "shared", "own", "bill", "tokens", "tier", "lease", "title"]
+    if left_out is None:
+        assert names == ["session", "held"]
+    else:
+        assert names == [name for name in columns if name not in left_out]
+        assert "河河" in line
+        assert line.rstrip().endswith("…")
+    assert cell_len(line) <= (width or 4096)
+
+
+async def test_a_pipe_gets_whole_lines_however_narrow_the_terminal(daemon: ScriptedDaemon, tmp_path: Path) -> None:
+    daemon.sessions[LONG_ID] = ScriptedSession(LONG_ID, "A title", None)
+    done = await asyncio.to_thread(top, "--once", "--url", daemon.url, home=tmp_path, columns=40)
+    (line,) = [line for line in done.stdout.splitlines() if LONG_ID in line]
+    assert line.rstrip().endswith("A title")
