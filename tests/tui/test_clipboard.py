@@ -39,7 +39,7 @@ def test_terminals_that_are_known_not_to_take_it_are_named() -> None:
     assert obstacle({"TERM_PROGRAM": "Apple_Terminal"}) == "Terminal.app does not take it"
 
 
-def test_success_is_never_claimed(tmp_path: Path) -> None:
+def test_success_is_never_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "copied.txt"
     kind, text, hint = told("the message", path, "", is_remote=False)
     assert (kind, text) == ("notice", "sent the message to the terminal's clipboard")
@@ -52,6 +52,8 @@ def test_success_is_never_claimed(tmp_path: Path) -> None:
         "not in the clipboard: too long",
     )
     assert told("it", None, "too long", is_remote=False)[0] == "warning"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert told("it", path, "too long", is_remote=False)[1] == "it is in ~/copied.txt"
 
 
 def test_the_file_is_its_owners_only_and_one_that_cannot_be_written_is_none(tmp_path: Path) -> None:

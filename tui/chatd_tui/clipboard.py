@@ -67,6 +67,11 @@ def _tmux_setting(environment: Mapping[str, str]) -> str:
     return setting if setting in ("on", "external", "off") else ""
 
 
+def _shown(path: Path) -> str:
+    home = Path.home()
+    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
+
+
 def told(what: str, path: Path | None, reason: str, *, is_remote: bool) -> tuple[str, str, str]:
     """Return how to say what became of a copy: the kind of the line, its text and its hint.
 
@@ -76,7 +81,7 @@ def told(what: str, path: Path | None, reason: str, *, is_remote: bool) -> tuple
         reason: Why it is not in the clipboard; "" where nothing is known to keep it from there.
         is_remote: The file is on another machine than the person.
     """
-    where = f"in {path}{' over there' if is_remote else ''}" if path is not None else ""
+    where = f"in {_shown(path)}{' over there' if is_remote else ''}" if path is not None else ""
     if not reason:
         hint = "it does not say if it took it" + (f"; also {where}" if where else "; no file could be written")
         return "notice", f"sent {what} to the terminal's clipboard", hint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
@@ -17,13 +18,21 @@ KINDS = {
 }
 
 
-# A hint that would be cut shorter than this is left out.
-MIN_HINT = 16
+BEFORE_HINT = " · "
+MIN_WORDS = 2
+"""Of a list that is cut: fewer tell nothing."""
 
 
 @dataclass(frozen=True)
 class StatusView:
-    """One line; `kind` is a key of `KINDS`."""
+    """One line.
+
+    Attributes:
+        kind: A key of `KINDS`.
+        text: What is said.
+        hint: What goes with it, where there is room: parts with "; " between them, the most important first, or words
+            with ", " between them.
+    """
 
     kind: str = "idle"
     text: str = ""
@@ -54,13 +63,25 @@ class StatusLine(Widget):
     def render(self) -> Content:
         """Draw."""
         mark, style = KINDS[self.view.kind]
-        hint = f" · {self.view.hint}" if self.view.hint else ""
         width = max(1, self.content_size.width)
         line = Content.assemble((mark, style), (self.view.text, style))
-        longer = Content.assemble(line, (hint, "$muted"))
-        if longer.cell_length <= width or line.cell_length < width - MIN_HINT:
-            line = longer
+        hint = fitting(self.view.hint, width - line.cell_length - cell_len(BEFORE_HINT))
+        if hint:
+            line = Content.assemble(line, (BEFORE_HINT + hint, "$muted"))
         return line.truncate(width, ellipsis=True)
+
+
+def fitting(hint: str, room: int) -> str:
+    """Return what of a hint fits in `room` columns: whole parts, or the first of many words; "" where none does."""
+    if cell_len(hint) <= room:
+        return hint
+    for between, end in (("; ", ""), (", ", ", …")):
+        parts = hint.split(between)
+        for number in range(len(parts) - 1, 0, -1):
+            shorter = between.join(parts[:number]) + end
+            if cell_len(shorter) <= room and (not end or number >= MIN_WORDS):
+                return shorter
+    return ""
 
 
 class TitleBar(Widget):

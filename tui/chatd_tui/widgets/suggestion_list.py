@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
@@ -66,6 +67,9 @@ class SuggestionList(Widget):
         for place, row in enumerate(rows[first : first + MAX_ROWS], first):
             sign = "▸ " if place == marked else "  "
             style = "bold $primary" if row.enabled else "$faint"
-            line = Content.assemble((sign, "$primary"), (row.label.ljust(room), style), (row.help, "$muted"))
-            lines.append(line.truncate(width, ellipsis=True))
+            label = Content.assemble((sign, "$primary"), (row.label, style))
+            # Nearer than the others' where it does not fit below them; whole or not at all.
+            beside = max(2, min(room - len(row.label), width - label.cell_length - cell_len(row.help)))
+            line = label.append(" " * beside).append(Content.styled(row.help, "$muted"))
+            lines.append(line if line.cell_length <= width else label.truncate(width, ellipsis=True))
         return Content("\n").join(lines)
