@@ -285,6 +285,30 @@ async def test_the_form_fits_any_terminal(daemon: ScriptedDaemon, make_app: Make
         assert last.has_focus
 
 
+@pytest.mark.parametrize("width", [56, 60, 79])
+async def test_a_narrow_form_shows_the_ranges_and_the_defaults_too(
+    daemon: ScriptedDaemon, make_app: MakeApp, wait_until, width: int
+) -> None:
+    app = make_app(daemon)
+    async with app.run_test(size=(width, 60)) as pilot:
+        await wait_until(connected(app))
+        form = await opened(app, pilot, wait_until)
+        put(form, "top_p", "2")
+        await wait_until(lambda: note(form, "top_p") == "✕")
+        await pilot.pause()
+        lines = [strip.text for strip in app.screen._compositor.render_strips()]
+        for field in FIELDS:
+            (line,) = [line for line in lines if line.strip().startswith(f"{field.label} ")]
+            if field.name != "top_p":
+                assert line.rstrip().endswith(field.range_text or field.default(None)), line
+                assert field.default(None) in line
+        form.query_one("#top_p", Input).focus()
+        await wait_until(lambda: "top_p" in str(form.query_one("#status", Static).render()))
+        # Wider, all of it has room again.
+        await pilot.resize_terminal(100, 60)
+        await wait_until(lambda: note(form, "seed") == "default drawn anew · 0 and more")
+
+
 async def test_what_others_wrote_is_shown_without_controls_and_is_no_markup(
     daemon: ScriptedDaemon, make_app: MakeApp, wait_until
 ) -> None:

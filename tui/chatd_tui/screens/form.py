@@ -22,6 +22,8 @@ from chatd_tui.views import short_number
 from chatd_tui.widgets.key_line import KeyLine
 
 WIDE = 80
+TINY = 56
+"""Below that there is no room for ranges: the last line has that of the field with the keyboard."""
 LOW = 14
 KEYS = (("^S", "save"), ("Tab", "next"), ("F5", "this field's default"), ("Esc", "back"))
 LOCKED_KEYS = (("Esc", "back"), ("↑↓", "scroll"))
@@ -29,7 +31,10 @@ FRAME_OVERHEAD_BYTES = 1024
 
 
 class FieldRow(Horizontal):
-    """A parameter: its name, what is typed, and its default, or what is wrong."""
+    """A parameter: its name, what is typed, and its default and range, or what is wrong.
+
+    Where it `is_short`, the default is in the empty field alone, and of what is wrong there is a mark.
+    """
 
     DEFAULT_CSS = """
     FieldRow {
@@ -49,7 +54,7 @@ class FieldRow(Horizontal):
         parts = [f"default {default}", field.range_text]
         self.field = field
         self._about = self.note = " · ".join(part for part in parts if part)
-        self.is_wrong = False
+        self.is_wrong = self.is_short = False
         self._input = Input(text, placeholder=default, compact=True, id=field.name, disabled=locked)
         self._note = Static(self._about, classes="note", markup=False)
 
@@ -68,7 +73,7 @@ class FieldRow(Horizontal):
         """Say what is wrong, else what the default is."""
         self.is_wrong = bool(wrong)
         self.note = f"✕ {clean_line(wrong)}" if wrong else self._about
-        self._note.update(Content(self.note))
+        self._note.update(Content(("✕" if wrong else self.field.range_text) if self.is_short else self.note))
         self._note.set_class(bool(wrong), "-wrong")
 
 
@@ -139,9 +144,13 @@ class FormScreen(Page[None]):
         &.-low #title, &.-low KeyLine { display: none; }
         &.-low VerticalScroll { padding: 0 1; }
         &.-narrow FieldRow {
+            & .note { width: 12; }
+            & .label { width: 23; }
+            & Input { width: 1fr; }
+        }
+        &.-tiny FieldRow {
             & .note { display: none; }
             & .label { width: 1fr; max-width: 22; }
-            & Input { width: 1fr; }
         }
     }
     """
@@ -209,9 +218,13 @@ class FormScreen(Page[None]):
 
     def on_resize(self, event: events.Resize) -> None:
         """Say what is at the side in the last line, where there is no room for it, and keep the field in sight."""
-        self.set_class(event.size.width < WIDE, "-narrow")
+        is_narrow, is_tiny = event.size.width < WIDE, event.size.width < TINY
+        self.set_class(is_narrow, "-narrow")
+        self.set_class(is_tiny, "-tiny")
+        for row in self._rows:
+            row.is_short = is_narrow and not is_tiny
         self.set_class(event.size.height < LOW, "-low")
-        self._say_note()
+        self._check()
         if self.focused is not None:
             self.call_after_refresh(self.focused.scroll_visible, animate=False)
 
