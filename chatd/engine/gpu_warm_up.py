@@ -6,6 +6,7 @@ block 0, whose content no request has seen.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from chatd.engine.plan import BlockCopy, BlockId, Chunk, Plan, RequestId, SampleSpec
@@ -30,8 +31,8 @@ def warm_up_steps(max_num_batched_tokens: int, max_num_seqs: int, max_model_len:
 
     The largest ones have as many rows as there may be in one chunk, or in as many chunks. Others have rows that double,
     since their number decides how products are cut, at the end of the longest context, where positions are split over
-    programs; few rows at the begin of one, beside a decode that draws nothing, where they are not; and one decode for
-    each kind of draw.
+    programs; few rows at the begin of one, beside a decode that draws nothing, where they are not; one decode for each
+    kind of draw; and decodes that double, for the product with the vocabulary.
     """
 
     def chunk(index: int, length: int, sample: SampleSpec | None, *, is_late: bool = False) -> Chunk:
@@ -41,18 +42,23 @@ def warm_up_steps(max_num_batched_tokens: int, max_num_seqs: int, max_model_len:
         return Chunk(RequestId(-1 - index), start, [0] * length, blocks, sample)
 
     few = min(_FEWEST_ROWS, max(1, max_num_batched_tokens - 1))
-    lengths = [few]
-    while 2 * lengths[-1] < max_num_batched_tokens:
-        lengths.append(2 * lengths[-1])
     steps = (
         [chunk(0, max_num_batched_tokens, _DRAWN)],
         [chunk(i, max_num_batched_tokens // max_num_seqs, _DRAWN) for i in range(max_num_seqs)],
-        *([chunk(0, length, _DRAWN, is_late=True)] for length in lengths),
+        *([chunk(0, length, _DRAWN, is_late=True)] for length in _doubling(few, max(few + 1, max_num_batched_tokens))),
         [chunk(0, few, _DRAWN), *([chunk(1, 1, None)] if max_num_seqs > 1 and few < max_num_batched_tokens else [])],
         *([chunk(0, 1, kind)] for kind in (_GREEDY, _LISTED, _BEAM)),
+        *([chunk(i, 1, _GREEDY) for i in range(number)] for number in _doubling(_FEWEST_ROWS, max_num_seqs)),
         [chunk(i, 1, _DRAWN if i % 2 else _GREEDY) for i in range(max_num_seqs)],
     )
     return [Plan(-1, chunks, (), block_size) for chunks in steps]
+
+
+def _doubling(first: int, end: int) -> Iterator[int]:
+    """Yield numbers below `end`, each twice the one before."""
+    while first < end:
+        yield first
+        first *= 2
 
 
 def trial_step(last: Plan, num_blocks: int) -> Plan:

@@ -61,7 +61,8 @@ def product_shape(packed: GpuWeight, num_rows: int, dtype: torch.dtype, facts: D
     num_stages = 4 if is_half else 2
     num_tiles = -(-packed.out_features // outputs)
     if not packed.is_deterministic:
-        num_tiles *= -(-num_rows // rows)
+        # As if they doubled: then steps whose rows double start all that any number of rows may start.
+        num_tiles *= next_power_of_2(-(-num_rows // rows))
     bytes_in_flight = num_stages * outputs * inner * packed.rows.element_size()
     num_segments = _num_segments(
         num_tiles,

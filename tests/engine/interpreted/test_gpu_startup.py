@@ -4,13 +4,16 @@ import pytest
 import torch
 
 from chatd.engine import gpu_startup
+from chatd.engine.gpu_warm_up import warm_up_steps
 from chatd.engine.options import EngineOptions
 from chatd.engine.startup import build_engine
 from chatd.errors import ConfigError, EnvironmentProblem, ModelError
 from chatd.testing.engine import FakeClock
-from chatd_kernels.ahead_of_time import Architecture, ModelShape, choices
+from chatd_kernels.ahead_of_time import ARCHITECTURES, SHAPES, Architecture, ModelShape, choices
 from chatd_kernels.gpu_device import INTERPRETED
 from chatd_kernels.launch import Launch
+from chatd_kernels.linear import gpu
+from chatd_kernels.linear.gpu_pack import GpuWeight
 from chatd_kernels.paged_attention import gpu_schedule
 from chatd_kernels.stream import InterpretedStream
 
@@ -131,3 +134,39 @@ def test_every_kernel_is_compiled_before_it_serves(llama, monkeypatch, is_determ
     for choice in choices(SHAPE, half, half, architecture, is_deterministic=is_deterministic):
         if not choice.label.startswith("product"):
             assert variant(choice.launch) in started, choice.label
+
+
+def edges(most):
+    """Numbers of rows at which tiles of any size begin and end."""
+    numbers = {around for edge in (1, 16, 32, 64, *range(128, most, 128)) for around in (edge, edge + 1)}
+    return sorted(number for number in numbers | {most} if number <= most)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: f"sm_{architecture.capability}")
+@pytest.mark.parametrize(("weights", "is_deterministic"), [("int8", False), ("int8", True), ("fp16", True)])
+@pytest.mark.parametrize(("most_rows", "most_seqs"), [(2048, 256), (3000, 100), (512, 64)])
+def test_every_product_is_compiled_before_it_serves(
+    shape, architecture, weights, is_deterministic, most_rows, most_seqs
+):
+    """Of models too large to be run here, whatever the number of rows, without graphs that would start some as well."""
+    steps = [plan.chunks for plan in warm_up_steps(most_rows, most_seqs, 32768, 16)]
+    rows_of_steps = {sum(chunk.num_tokens for chunk in chunks) for chunks in steps}
+    draws_of_steps = {sum(chunk.sample is not None for chunk in chunks) for chunks in steps}
+    meta, started, later = torch.device("meta"), set(), {}
+    for name, size in shape.products.items():
+        has_codes = weights == "int8"
+        rows = torch.empty(size, dtype=torch.int8 if has_codes else torch.half, device=meta)
+        scales = torch.empty(size[0], device=meta) if has_codes else None
+        packed = GpuWeight(weights, size[1], size[0], rows, scales, None, is_deterministic)
+
+        def variants(num_rows, packed=packed):
+            x = torch.empty((num_rows, packed.in_features), dtype=torch.half, device=meta)
+            out = torch.empty((num_rows, packed.out_features), dtype=torch.half, device=meta)
+            return {variant(launch) for launch in gpu.launches(x, packed, out, facts=architecture.facts)}
+
+        is_last = name == "logits"
+        started.update(*map(variants, draws_of_steps if is_last else rows_of_steps))
+        for number in edges(most_seqs if is_last else most_rows):
+            later.update(dict.fromkeys(variants(number), (name, number)))
+    assert not {key: later[key] for key in later.keys() - started}
