@@ -22,6 +22,7 @@ from websockets.typing import Subprotocol
 
 from chatd import protocol as p
 from chatd.errors import ChatdError, Conflict, InvalidRequest
+from chatd.testing.protocol_values import make_hello
 from chatd.testing.scripted_session import NOW, ScriptedSession
 from chatd.testing.scripted_turns import Script, ScriptedTurns
 
@@ -202,9 +203,7 @@ class ScriptedDaemon(ScriptedTurns):
             self._pool_wishes.pop(socket, None)
 
     def _hello(self) -> p.Hello:
-        return p.Hello(
-            protocol=p.SUBPROTOCOL,
-            server="0.1.0",
+        return make_hello(
             boot=self.boot,
             connection=f"con_{self.num_connections}",
             tenant="local",
@@ -214,7 +213,6 @@ class ScriptedDaemon(ScriptedTurns):
             limits=p.Limits(
                 frame_bytes=self._frame_bytes, sessions=64, inflight=8, replay_events=8192, replay_ttl_s=300
             ),
-            heartbeat_s=20,
         )
 
     async def _receive(self, socket: ServerConnection, text: str | bytes) -> None:

@@ -9,6 +9,7 @@ import msgspec
 
 from chatd import protocol as p
 from chatd.errors import NotFound
+from chatd.testing.protocol_values import make_info
 
 NOW = 1_700_000_000.0
 
@@ -45,9 +46,9 @@ class ScriptedSession:
     def info(self, model: p.ModelInfo) -> p.SessionInfo:
         """Describe it."""
         used = sum(len(item.content) // 4 + 4 for item in self.items)
-        return p.SessionInfo(
-            id=self.id,
-            title=self.title,
+        return make_info(
+            self.id,
+            self.title,
             model=model.id,
             created_at=NOW,
             updated_at=NOW + self.touched,

@@ -11,6 +11,7 @@ from chatd import protocol as p
 from chatd.client import Client
 from chatd.errors import InvalidRequest
 from chatd.testing.other_versions import newer, older
+from chatd.testing.protocol_values import make_info
 from chatd.testing.scripted_daemon import Script, ScriptedDaemon
 
 Rewrite = Callable[[str], list[str]]
@@ -67,19 +68,7 @@ async def test_a_lost_connection_to_one_is_repaired_without_a_gap(rewrite: Rewri
 
 
 def info(**changes: object) -> dict[str, object]:
-    described = p.SessionInfo(
-        id="s",
-        title="t",
-        model="m",
-        created_at=0,
-        updated_at=0,
-        num_items=1,
-        context_used=2,
-        context_max=3,
-        busy=False,
-        tier="device",
-    )
-    return {**msgspec.to_builtins(described), **changes}
+    return {**msgspec.to_builtins(make_info()), **changes}
 
 
 def got(**changes: object) -> str:

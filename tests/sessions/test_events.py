@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chatd.protocol import Item, ItemAdded, Logprob, OutputTextDelta, Params, SessionInfo, SessionUpdated
+from chatd.protocol import Item, ItemAdded, Logprob, OutputTextDelta, Params, SessionUpdated
 from chatd.sessions.events import EVENT_OVERHEAD_BYTES, EventRing, Subscription, event_bytes
+from chatd.testing.protocol_values import make_info
 from chatd.testing.sessions import RecordingSubscriber
 
 
@@ -55,21 +56,7 @@ def test_bytes_are_bounded_even_by_one_event() -> None:
     "fields", [{"system": "s" * 9_000}, {"metadata": {"k": "v" * 9_000}}, {"params": Params(stop=("x" * 9_000,))}]
 )
 def test_what_clients_decide_of_an_event_counts(fields: dict) -> None:
-    given = {"title": "", "system": None, "params": Params(), "metadata": {}, **fields}
-    info = SessionInfo(
-        id="s",
-        model="m",
-        created_at=0.0,
-        updated_at=0.0,
-        num_items=0,
-        context_used=0,
-        context_max=1,
-        busy=False,
-        tier="tokens",
-        archived=False,
-        pinned=False,
-        **given,
-    )
+    info = make_info(**fields)
     assert event_bytes(SessionUpdated(session="s", seq=1, ts=0.0, info=info)) > 9_000
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from chatd import protocol as p
+from chatd.testing.protocol_values import make_info
 from chatd_tui import status_text
 from chatd_tui.command_table import BOTTOM, COMMANDS
 from chatd_tui.commands import Context, Typed, as_typed, find, key_name, parse, similar, suggestions
@@ -103,19 +104,7 @@ def test_keys_are_written_as_people_do() -> None:
     assert [key_name(key) for key in ("ctrl+y", "f2", "escape", "ctrl+home")] == ["Ctrl+Y", "F2", "Esc", "Ctrl+Home"]
 
 
-INFO = p.SessionInfo(
-    id="s",
-    title="A\x1b[2Jtitle",
-    model="m",
-    created_at=0,
-    updated_at=0,
-    num_items=2,
-    context_used=1,
-    context_max=2,
-    busy=False,
-    tier="device",
-    system="Be brief.",
-)
+INFO = make_info(title="A\x1b[2Jtitle", system="Be brief.")
 ITEMS = [
     p.Item(id="q", role="user", content="hi\x9b31m", status="completed"),
     p.Item(id="a", role="assistant", content="**Hello**\u202e", status="completed", parent="q"),

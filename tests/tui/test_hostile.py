@@ -13,6 +13,7 @@ from chatd import protocol as p
 from chatd.clean import clean, clean_line
 from chatd.client import FoundSession
 from chatd.testing.hostile import BIDI, CONTROLS, CORPUS, MARK, MARKUP, SEQUENCES
+from chatd.testing.protocol_values import make_info
 from chatd.testing.scripted_daemon import Script, ScriptedDaemon
 from chatd.testing.scripted_session import ScriptedSession
 from chatd_tui.app import ChatApp
@@ -161,18 +162,7 @@ async def test_the_actions_of_rendered_answers_are_links_only(make_app, wait_unt
 
 
 def session_info(text: str) -> p.SessionInfo:
-    return p.SessionInfo(
-        id="s",
-        title=text,
-        model=text,
-        created_at=0,
-        updated_at=0,
-        num_items=1,
-        context_used=1,
-        context_max=2,
-        busy=False,
-        tier=text,
-    )
+    return make_info(title=text, model=text, tier=text)
 
 
 def tenant(text: str) -> p.TenantBlocks:

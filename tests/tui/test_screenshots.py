@@ -12,6 +12,7 @@ from textual.widgets import Input, TextArea
 from chatd import protocol as p
 from chatd.client import CellMap, ConnectionPhase, ConnectionState, PoolState
 from chatd.errors import Unavailable
+from chatd.testing.protocol_values import make_hello, make_info
 from chatd_tui.app import ChatApp
 from chatd_tui.messages import ConnectionChanged, PoolChanged, SessionNews, SessionsListed
 from chatd_tui.pool_moments import PoolHistory
@@ -34,33 +35,14 @@ def attend(query, keys, values):
 
 See [the paper](https://arxiv.org/abs/2309.06180) on `PagedAttention`.
 """
-HELLO = p.Hello(
-    protocol="chatd.v1",
-    server="0.1.0",
-    boot="b",
-    connection="c",
-    tenant="acme",
-    user="ada",
-    model=p.ModelInfo(id="smollm2-135m", context=8192, block_size=16, blocks=512),
+HELLO = make_hello(
     caps=["fork", "branch", "continue", "erase", "context", "prefill", "pool.map", "pool.inspect"],
     limits=p.Limits(frame_bytes=262144, sessions=64, inflight=8, replay_events=8192, replay_ttl_s=300),
-    heartbeat_s=20,
 )
 
 
 def info(ident: str, title: str, used: int, busy: bool = False) -> p.SessionInfo:
-    return p.SessionInfo(
-        id=ident,
-        title=title,
-        model="smollm2-135m",
-        created_at=0,
-        updated_at=0,
-        num_items=2,
-        context_used=used,
-        context_max=8192,
-        busy=busy,
-        tier="device",
-    )
+    return make_info(ident, title, context_used=used, busy=busy)
 
 
 def pool_state(step: int) -> PoolState:

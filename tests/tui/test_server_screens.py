@@ -9,6 +9,7 @@ from chatd import protocol as p
 from chatd.client import ConnectionPhase, ConnectionState
 from chatd.config import Server
 from chatd.errors import AuthenticationError, Unavailable
+from chatd.testing.protocol_values import make_hello, make_info
 from chatd_tui.app import ChatApp
 from chatd_tui.messages import ConnectionChanged, SessionsListed
 from chatd_tui.screens.found import FoundScreen
@@ -19,34 +20,11 @@ NAMES = ("box", "gpu", "lab")
 
 
 def info(ident: str, title: str, *, busy: bool = False, writers: int = 0) -> p.SessionInfo:
-    return p.SessionInfo(
-        id=ident,
-        title=title,
-        model="smollm2-135m",
-        created_at=0,
-        updated_at=0,
-        num_items=4,
-        context_used=1234,
-        context_max=8192,
-        busy=busy,
-        tier="device",
-        writers=writers,
-    )
+    return make_info(ident, title, num_items=4, busy=busy, writers=writers)
 
 
 def hello(name: str) -> p.Hello:
-    return p.Hello(
-        protocol=p.SUBPROTOCOL,
-        server="0.1.0",
-        boot="b",
-        connection="c",
-        tenant="acme",
-        user="ada",
-        model=p.ModelInfo(id=f"model-of-{name}", context=8192, block_size=16, blocks=512),
-        caps=[],
-        limits=p.Limits(frame_bytes=p.MIN_FRAME_BYTES, sessions=9, inflight=9, replay_events=9, replay_ttl_s=9),
-        heartbeat_s=20,
-    )
+    return make_hello(model=p.ModelInfo(id=f"model-of-{name}", context=8192, block_size=16, blocks=512))
 
 
 class StillServers(ChatApp):

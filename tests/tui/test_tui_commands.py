@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from textual import events
 from textual.command import CommandPalette
@@ -331,9 +332,7 @@ async def test_an_older_daemon_and_an_answer_in_progress_grey_what_cannot_be_don
             await wait_until(lambda: bool(app.chat.suggestions.view.rows))
             assert not app.chat.suggestions.view.rows[0].enabled
             hello = app.daemons.shown.hello
-            app.daemons.shown.hello = p.Hello(
-                **{**{f: getattr(hello, f) for f in hello.__struct_fields__}, "caps": ["branch"]}
-            )
+            app.daemons.shown.hello = msgspec.structs.replace(hello, caps=["branch"])
             await type_line(pilot, "two")
             await wait_until(lambda: app.conversation.busy)
             await type_line(pilot, "/edit")
