@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -71,6 +72,7 @@ def until(holds: Callable[[], bool]) -> None:
         pass
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are told apart by Linux's /proc")
 def test_a_process_whose_main_thread_waits_for_another_that_works_is_seen_to_work() -> None:
     with subprocess.Popen([sys.executable, "-c", BUSY_BESIDE_ITS_MAIN_THREAD]) as process:
         try:
