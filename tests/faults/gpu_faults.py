@@ -8,6 +8,7 @@ RUNNER = "chatd/engine/gpu_runner.py"
 SAMPLER = "chatd/engine/device_sampler.py"
 SLOTS = "chatd/engine/sampling_slots.py"
 TEST_RUNNER = "tests/engine/interpreted/test_gpu_runner.py::test_"
+TEST_STARTUP = "tests/engine/interpreted/test_gpu_startup.py::test_"
 TEST_SAMPLER = "tests/kernels/interpreted/test_device_sampler.py::test_"
 
 GPU_FAULTS = (
@@ -165,5 +166,21 @@ GPU_FAULTS = (
         "                pass\n",
         TEST_SAMPLER + "answers_are_those_of_the_hosts_sampler_whoever_comes_and_goes",
         says="AssertionError|KeyError|row_slots|slot",
+    ),
+    fault(
+        "a product is cut anew for every number of rows",
+        "a conversation waits for seconds while a kernel is compiled that no step of the start-up has started",
+        "kernels/chatd_kernels/linear/gpu.py",
+        "num_tiles *= next_power_of_2(-(-num_rows // rows))",
+        "num_tiles *= -(-num_rows // rows)",
+        TEST_STARTUP + "every_product_is_compiled_before_it_serves",
+    ),
+    fault(
+        "no decodes that double are run before a GPU serves",
+        "without graphs likewise, at the first step of so many decodes",
+        "chatd/engine/gpu_warm_up.py",
+        "for number in _doubling(_FEWEST_ROWS, max_num_seqs)",
+        "for number in ()",
+        TEST_STARTUP + "every_product_is_compiled_before_it_serves",
     ),
 )
