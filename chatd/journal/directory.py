@@ -4,6 +4,7 @@
 DIRECTORY/           0700, this user's own
   lock               held by the one daemon that uses the directory; says which process, and where it answers
   crash              what the daemon before wrote in the moment in which it crashed; empty where it did not
+  memory-kills       while a daemon runs: how many the kernel has killed for want of memory
   journal.db         0600, and beside it -wal and -shm, which SQLite makes with the same mode
 ```
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from chatd.errors import ConfigError
 from chatd.journal.crash_note import NAME as CRASH_NOTE
+from chatd.journal.memory_kills import NAME as MEMORY_KILLS
 
 DATABASE = "journal.db"
 _LOCK = "lock"
@@ -98,7 +100,7 @@ def check_directory(path: Path) -> None:
             param=_PARAM,
             hint=f"chmod 700 {path}",
         )
-    for name in (*_DATABASE_FILES, _LOCK, CRASH_NOTE):
+    for name in (*_DATABASE_FILES, _LOCK, CRASH_NOTE, MEMORY_KILLS):
         file = path / name
         try:
             status = file.lstat()

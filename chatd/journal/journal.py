@@ -25,6 +25,7 @@ from chatd.errors import ConfigError, EnvironmentProblem, StorageError
 from chatd.journal.checkpoints import LOG_BYTES, Checkpointer
 from chatd.journal.crash_note import CrashNote
 from chatd.journal.directory import JournalDirectory
+from chatd.journal.memory_kills import MemoryKills
 from chatd.journal.reader import JournalReader, connect_to_read, open_files
 from chatd.journal.records import (
     CHANGE_BYTES,
@@ -62,6 +63,7 @@ class Journal:
         self._directory = directory
         self._is_closed = False
         self._crash_note = CrashNote(directory.path, is_own=notes_crashes)
+        self._memory_kills = MemoryKills(directory.path, is_own=notes_crashes)
         self._readers = {
             name: (JournalReader(connect_to_read(directory.database)), ThreadPoolExecutor(1, f"journal-{name}"))
             for name in ("reads", "searches")
@@ -75,7 +77,8 @@ class Journal:
 
         Args:
             directory: Where it is.
-            notes_crashes: What a fault in native code does to this process is noted in the directory, and nowhere else.
+            notes_crashes: What a fault in native code does to this process is noted in the directory, and nowhere else;
+                and so is what shows that it was killed for want of memory.
 
         Raises:
             JournalInUse: Another process has it; says which.
@@ -117,12 +120,17 @@ class Journal:
 
     @property
     def crash(self) -> str:
-        """What the daemon before wrote as a fault in native code ended it; "" where something else did."""
-        return self._crash_note.found
+        """What is known of a fault in native code, or of want of memory, that ended the daemon before; "" of none."""
+        return self._crash_note.found or self._memory_kills.found
 
     def note_crashes(self, *, is_counted: bool) -> None:
         """Have a crash of this process noted from now on, and forget the one that was found where it is counted."""
         self._crash_note.renew(is_counted=is_counted)
+        self._memory_kills.renew(is_counted=is_counted)
+
+    def note_memory_kills(self) -> None:
+        """Look how many the kernel has killed for want of memory; to be called every few seconds, from any thread."""
+        self._memory_kills.refresh()
 
     def announce(self, url: str) -> None:
         """Say where the daemon answers that has the journal; where that cannot be written, commands are told it."""
@@ -145,6 +153,7 @@ class Journal:
         self._checkpointer.close()
         self._writer.close()
         self._crash_note.close()
+        self._memory_kills.close()
         self._directory.close()
 
     async def commit(self, changes: Sequence[Change]) -> None:

@@ -31,6 +31,9 @@ from chatd.sessions.stored_blocks import remove_stored_blocks
 from chatd.sessions.template import ChatTemplate
 from chatd.sessions.tokenizer import ChatTokenizer, load_tokenizer
 
+MEMORY_KILLS_EVERY_S = 5.0
+"""How often the journal looks whether the kernel has killed anybody for want of memory."""
+
 T = TypeVar("T")
 Progress = Callable[[str, float], None]
 logger = get_logger("chatd.server")
@@ -96,6 +99,7 @@ class Backend:
         self._journal: Journal | None = None
         self._manager: SessionManager | None = None
         self._running: asyncio.Task[None] | None = None
+        self._noting: asyncio.Task[None] | None = None
 
     async def load(self) -> Ready:
         """Bring everything up and open the daemon.
@@ -148,6 +152,7 @@ class Backend:
             daemon.report("reading the journal", 0.0)
             restored = await manager.restore()
             daemon.take_up(restored)
+            self._noting = asyncio.create_task(_note_memory_kills(self._journal), name="kills for want of memory")
         daemon.open(manager, engine)
         for line in (*describe(ready, encoder), *shared):
             logger.info("engine.note", note=line)
@@ -160,13 +165,20 @@ class Backend:
         """End the sessions and the engine's process; what is in progress goes on from the journal the next time."""
         if self._engine is not None:
             await self._engine.close()
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+        tasks = [task for task in (self._running, self._noting) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._manager is not None:
             await self._manager.settle()
         if self._journal is not None:
             await self._journal.close()
+
+
+async def _note_memory_kills(journal: Journal) -> None:
+    while True:
+        await asyncio.sleep(MEMORY_KILLS_EVERY_S)
+        await asyncio.to_thread(journal.note_memory_kills)
 
 
 async def _in_daemon_thread(work: Callable[[], T]) -> T:

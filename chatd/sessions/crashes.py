@@ -1,10 +1,11 @@
 """Which answers go on after a crash of the daemon itself, which of them one after another, and which do not.
 
-A daemon that a fault in native code ends says so in its journal (`journal.crash_note`); one that is killed does not,
-and then no answer is to blame. After a crash every answer that was in progress may have been the reason. Suspects are
-gone on with one after another: the journal has which one before anything is done with it, until it has got on. So of
-those that a daemon goes on with only one is to blame for its crash, and after two crashes an answer is taken out, or it
-would keep the daemon from ever starting.
+A daemon that a fault in native code ends says so in its journal (`journal.crash_note`), and a kill for want of memory
+is seen by the kernel's count of such kills (`journal.memory_kills`). Of any other kill no answer is to blame. After a
+crash every answer that was in progress may have been the reason. Suspects are gone on with one after another: the
+journal has which one before anything is done with it, until it has got on. So of those that a daemon goes on with only
+one is to blame for its crash, and after two crashes an answer is taken out, or it would keep the daemon from ever
+starting.
 """
 
 from __future__ import annotations
