@@ -33,6 +33,11 @@ from seeded_faults import FAULTS
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("chatd", "kernels", "tui", "tests", "configs", "docs")
 TIMEOUT_S = 300
+"""Of the tests of one fault."""
+
+ALL_TIMEOUT_S = 1800
+"""Of all tests without a fault: two minutes where nothing else runs."""
+
 TESTS_FAILED = 1
 
 _ASSERTION = re.compile(r"AssertionError|^assert |Failed: DID NOT RAISE|FlakyFailure|ExceptionGroup")
@@ -71,7 +76,7 @@ def apply(fault: Fault, root: Path) -> None:
         path.write_text(text.replace(edit.old, edit.new), encoding="utf-8")
 
 
-def run_tests(root: Path, tests: Sequence[str]) -> tuple[int, list[tuple[str, str]], list[str], str]:
+def run_tests(root: Path, tests: Sequence[str], timeout_s: int) -> tuple[int, list[tuple[str, str]], list[str], str]:
     """Run tests of a copy in this process, a fork of one that has imported nothing of the product.
 
     Returns:
@@ -86,7 +91,7 @@ def run_tests(root: Path, tests: Sequence[str]) -> tuple[int, list[tuple[str, st
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.alarm(TIMEOUT_S)
+        signal.alarm(timeout_s)
         code = pytest.main(
             [
                 *("-q", "-x", "--hypothesis-seed=0", "-p", "no:cacheprovider", f"--junitxml={report}"),
@@ -116,7 +121,7 @@ def try_fault(fault: Fault) -> Outcome:
             apply(fault, root)
         except AssertionError as error:
             return Outcome(str(error), (), 0.0)
-        code, failures, errors, output = run_tests(root, fault.tests)
+        code, failures, errors, output = run_tests(root, fault.tests, TIMEOUT_S)
         os.chdir(ROOT)
     seconds = time.monotonic() - started
     failed = tuple(name for name, _ in failures)
@@ -136,7 +141,7 @@ def check_without(tests: Sequence[str]) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="chatd-fault-") as folder:
         root = Path(folder)
         copy_tree(root)
-        code, failures, _, output = run_tests(root, tests)
+        code, failures, _, output = run_tests(root, tests, ALL_TIMEOUT_S)
         os.chdir(ROOT)
     return Outcome(output if code else "", tuple(name for name, _ in failures), time.monotonic() - started)
 
@@ -158,7 +163,7 @@ def run(faults: Sequence[Fault], jobs: int) -> int:
             bad += bool(outcome.problem)
             caught_by = outcome.problem or f"caught by {', '.join(outcome.failed)}"
             print(f"{fault.name:{width}}  {outcome.seconds:5.1f} s  {caught_by}", flush=True)
-        clean = without.get(2 * TIMEOUT_S)
+        clean = without.get(ALL_TIMEOUT_S)
     if clean.problem:
         print(f"the same tests fail without any fault:\n{clean.problem}")
         bad += 1
