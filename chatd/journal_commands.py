@@ -97,20 +97,29 @@ def sessions_show(
 @sessions_app.command("export")
 def sessions_export(
     session: Annotated[str, typer.Argument(help="Its id.")],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="A new file, instead of standard output.")
+    ] = None,
     file_format: Annotated[
-        Literal["md", "json", "html"],
-        typer.Option("--format", help="json has all branches and token ids, and can be imported."),
-    ] = "md",
-    to: Annotated[Path | None, typer.Option("--output", "-o", help="A new file, instead of standard output.")] = None,
+        Literal["md", "json", "html"] | None,
+        typer.Option(
+            "--format", help="Default: what FILE's name ends with, or md. json has all branches, and can be imported."
+        ),
+    ] = None,
+    output_file: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="The same.")] = None,
     directory: DirectoryOption = None,
     config: ConfigOption = None,
 ) -> None:
     """Write a conversation as Markdown, JSON or HTML."""
     from chatd.session_files import RENDERERS
-    from chatd.transcript_file import write_new
+    from chatd.transcript_file import format_of, write_new
 
+    if file is not None and output_file is not None:
+        raise typer.BadParameter(f"{file} and --output {output_file} are two files; name one")
+    to = file or output_file
+    chosen = file_format or ("md" if to is None else format_of(to.name))
     with _reading(directory, config) as reader:
-        text = RENDERERS[file_format](*_load(reader, session))
+        text = RENDERERS[chosen](*_load(reader, session))
     if to is None:
         print_text(text, end="")
         return

@@ -11,7 +11,7 @@ import secrets
 from array import array
 from collections.abc import Callable, Sequence
 from sys import getsizeof
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -22,10 +22,10 @@ from chatd.journal.records import ID_TYPE, MessageRecord, SessionRecord
 from chatd.protocol import Params
 from chatd.protocol.ranges import RANGES, check_range, check_stop_strings
 from chatd.sessions.stored import conversation_of, headed
+from chatd.transcript_file import Format
 
 FORMAT = "chatd.session"
 VERSION = 1
-Format = Literal["md", "json", "html"]
 _ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 _OWNER = re.compile(r"[0-9A-Za-z][0-9A-Za-z._@-]{0,63}")
 """As keys name tenants and users."""

@@ -14,7 +14,8 @@ import html
 import os
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Literal, get_args
 
 from chatd.clean import clean, clean_line
 
@@ -49,6 +50,16 @@ _STYLE = (
 
 Said = tuple[str, str]
 """A role and what it said."""
+
+
+Format = Literal["md", "json", "html"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+
+
+def format_of(name: str) -> Format:
+    """Return what a file's name asks for: JSON for .json, HTML for .html or .htm, else Markdown."""
+    endings: dict[str, Format] = {".json": "json", ".html": "html", ".htm": "html"}
+    return endings.get(PurePath(name).suffix.lower(), "md")
 
 
 def as_markdown(title: str, said: Sequence[Said]) -> str:

@@ -235,6 +235,33 @@ def test_a_conversation_is_the_same_after_export_and_import(journal: Path, tmp_p
         assert listed(directory, "--tenant", "acme", "--user", "ann", "--query", "whale") == ["ses_1", "fork"]
 
 
+def test_an_export_takes_a_file_whose_name_says_what_it_is(journal: Path, tmp_path: Path) -> None:
+    printed = {name: sessions("export", journal, "ses_1", "--format", name) for name in ("md", "html", "json")}
+    for name, asked in (
+        ("a.html", ()),
+        ("a.JSON", ()),
+        ("a.md", ()),
+        ("a.txt", ()),
+        ("b.txt", ("--format", "html")),
+        ("b.json", ("--format", "md")),
+    ):
+        file = tmp_path / name
+        sessions("export", journal, "ses_1", file, *asked)
+        expected = asked[1] if asked else {"html": "html", "JSON": "json"}.get(file.suffix[1:], "md")
+        if expected == "json":
+            assert without_counts(file.read_text()) == without_counts(printed["json"])
+        else:
+            assert file.read_text() == printed[expected]
+    sessions("export", journal, "ses_1", "-o", tmp_path / "c.html")
+    assert (tmp_path / "c.html").read_text() == printed["html"]
+    with pytest.raises(EnvironmentProblem, match="cannot be written"):
+        sessions("export", journal, "ses_1", tmp_path / "c.html")
+    arguments = ["sessions", "export", "ses_1", str(tmp_path / "d"), "-o", str(tmp_path / "e")]
+    refused = CliRunner().invoke(app, [*arguments, "--directory", str(journal)], env={"COLUMNS": "200"})
+    assert refused.exit_code == 2
+    assert "name one" in refused.output
+
+
 @given(text=st.text(max_size=50), title=st.text(max_size=30), ids=st.lists(st.integers(0, 2**32 - 1), max_size=5))
 def test_any_text_is_the_same_after_export_and_import(text: str, title: str, ids: list[int]) -> None:
     session = msgspec.structs.replace(make_session("s", title=title, head="a"), system=text)

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from chatd import protocol as p
+from chatd.errors import InvalidRequest
 from chatd.testing.protocol_values import make_info
+from chatd.transcript_file import format_of
 from chatd_tui import status_text
 from chatd_tui.command_table import BOTTOM, COMMANDS
 from chatd_tui.commands import Context, Typed, as_typed, find, key_name, parse, similar, suggestions
-from chatd_tui.export import as_json, code_blocks, rendered, write_new
+from chatd_tui.export import as_json, code_blocks, rendered, wished, write_new
 from chatd_tui.keymap import DEFAULT, bindings
 from chatd_tui.widgets.versions import leaf_at, marker
 
@@ -113,17 +115,41 @@ ITEMS = [
 
 def test_an_export_is_what_the_files_name_asks_for() -> None:
     for name in ("a.md", "a", "a.json.txt"):
-        assert rendered(name, INFO, ITEMS) == (
+        assert rendered(format_of(name), INFO, ITEMS) == (
             "# A␛[2Jtitle\n\n## System\n\n> Be brief.\n\n## You\n\n> hi\ufffd31m\n\n## Assistant\n\n> **Hello**\n"
         )
     for name in ("a.html", "~/b.HTM"):
-        page = rendered(name, INFO, ITEMS)
+        page = rendered(format_of(name), INFO, ITEMS)
         assert page.startswith("<!doctype html>")
         assert '<section class="user"><h2>You</h2><pre>hi\ufffd31m</pre></section>' in page
-    text = rendered("A.JSON", INFO, ITEMS)
+    text = rendered(format_of("A.JSON"), INFO, ITEMS)
     assert text == as_json(INFO, ITEMS)
     assert text.isascii()
     assert [item["content"] for item in json.loads(text)["items"]] == [item.content for item in ITEMS]
+
+
+@pytest.mark.parametrize(
+    ("typed", "name", "file_format"),
+    [
+        ("a.html", "a.html", "html"),
+        ("my talk.json", "my talk.json", "json"),
+        ("a.txt --format json", "a.txt", "json"),
+        ("--format=html a b.md", "a b.md", "html"),
+        ("-o a.json", "a.json", "json"),
+        ("--format md --output a.json", "a.json", "md"),
+        ("--output=~/a", "~/a", "md"),
+        ("-out.md", "-out.md", "md"),
+    ],
+)
+def test_an_export_takes_what_the_command_line_takes(typed: str, name: str, file_format: str) -> None:
+    assert wished(typed) == (name, file_format)
+
+
+def test_an_export_without_a_file_or_in_no_format_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="no file is named"):
+        wished("--format md")
+    with pytest.raises(InvalidRequest, match="there is no format 'p␛df'"):
+        wished("a --format p\x1bdf")
 
 
 def test_an_export_overwrites_nothing_and_is_its_owners(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from chatd.clean import clean_line
 from chatd.config import theme_name
 from chatd.errors import ChatdError, InvalidRequest
 from chatd.protocol import ContextPolicy, Params
+from chatd.transcript_file import Format
 from chatd_tui import status_text
 from chatd_tui.background import run_beside
-from chatd_tui.export import code_blocks, rendered, write_new
+from chatd_tui.export import code_blocks, rendered, wished, write_new
 from chatd_tui.form_fields import FIELDS
 from chatd_tui.screens.server_choice import ServerScreen
 from chatd_tui.settings_form import open_form
@@ -326,12 +327,12 @@ class Actions:
 
     async def export(self, argument: str) -> None:
         """Write the conversation to a file."""
-        self._start(self._export, argument)
+        self._start(self._export, *wished(argument))
 
-    async def _export(self, name: str) -> None:
+    async def _export(self, name: str, file_format: Format) -> None:
         info, items = await self._app.link.history()
         try:
-            path = await asyncio.to_thread(lambda: write_new(name, rendered(name, info, items)))
+            path = await asyncio.to_thread(lambda: write_new(name, rendered(file_format, info, items)))
         except FileExistsError:
             raise InvalidRequest(f"{name} exists already", hint="name another file") from None
         except (OSError, ValueError, RuntimeError) as error:

@@ -3,22 +3,46 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from chatd import transcript_file
+from chatd.clean import clean_line
+from chatd.errors import InvalidRequest
 from chatd.protocol import Item, SessionInfo
+from chatd.transcript_file import FORMATS, Format, format_of
 from chatd_tui.markdown_lines import make_parser
 
+_FORMAT = re.compile(r"(?:^|\s)--format(?:=|\s+)(\S+)(?=\s|$)")
+_OUTPUT = re.compile(r"\A(?:-o|--output)(?:=|\s+|$)")
 
-def rendered(name: str, info: SessionInfo, items: Sequence[Item]) -> str:
-    """Return a conversation as the file's name asks for: JSON for .json, HTML for .html or .htm, else Markdown."""
-    ending = Path(name).suffix.lower()
-    if ending == ".json":
+
+def wished(typed: str) -> tuple[str, Format]:
+    """Return the file and the format that are asked for: `FILE`, with `--format NAME` before or after it.
+
+    A file's name may have blanks in it, and `-o` or `--output` before it, as `chatd sessions export` takes it.
+
+    Raises:
+        InvalidRequest: There is no file, or no such format.
+    """
+    formats = [match.group(1) for match in _FORMAT.finditer(typed)]
+    name = _OUTPUT.sub("", _FORMAT.sub(" ", typed).strip())
+    wrong = next((each for each in formats if each not in FORMATS), None)
+    if wrong is not None:
+        raise InvalidRequest(f"there is no format {clean_line(wrong, 20)!r}", hint=f"there are {', '.join(FORMATS)}")
+    if not name:
+        raise InvalidRequest("no file is named", hint="/export FILE, such as talk.md")
+    return name, next((each for each in FORMATS if each in formats[-1:]), format_of(name))
+
+
+def rendered(file_format: Format, info: SessionInfo, items: Sequence[Item]) -> str:
+    """Return a conversation in a format."""
+    if file_format == "json":
         return as_json(info, items)
-    render = transcript_file.as_html if ending in (".html", ".htm") else transcript_file.as_markdown
+    render = transcript_file.as_html if file_format == "html" else transcript_file.as_markdown
     said = [(item.role, item.content) for item in items]
     if info.system and not any(role == "system" for role, _ in said):
         said.insert(0, ("system", info.system))
