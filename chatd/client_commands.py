@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from chatd.config import check_key_transport, client_defaults
+from chatd.config import check_key_transport, client_defaults, start_hint
 from chatd.errors import EnvironmentProblem, InvalidRequest
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def top(
     from chatd.local_daemon import readiness
 
     if readiness(address) is None:
-        raise EnvironmentProblem(f"no daemon answers at {address}", hint="start one with `chatd serve`")
+        raise EnvironmentProblem(f"no daemon answers at {address}", hint=start_hint(address))
     if once:
         _print_pool(address, key, as_json)
         return
@@ -198,7 +198,7 @@ def _running(address: str, key: str | None, start: bool) -> Iterator[tuple[str, 
         return
     if not start:
         raise EnvironmentProblem(
-            f"no daemon answers at {address}", hint="start one with `chatd serve`, or for this question with --start"
+            f"no daemon answers at {address}", hint=f"{start_hint(address)}, or for this question with --start"
         )
     check_can_start(address)
     with LocalDaemon(private_url(urlsplit(address).port or 0)) as daemon:

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from chatd.client import websocket_url
-from chatd.config import is_loopback, read_local_key, state_dir
+from chatd.config import is_loopback, read_local_key, start_hint, state_dir
 from chatd.errors import EnvironmentProblem
 
 STOP_TIMEOUT_S = 20.0
@@ -70,9 +70,7 @@ def check_can_start(address: str) -> None:
         EnvironmentProblem: The address is another machine's, or the server is not installed here.
     """
     if not is_loopback(urlsplit(address).hostname or "") or address.startswith("https"):
-        raise EnvironmentProblem(
-            f"no daemon answers at {address}", hint="start it there with `chatd serve`, or check the address"
-        )
+        raise EnvironmentProblem(f"no daemon answers at {address}", hint=f"{start_hint(address)}, or check the address")
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("uvicorn") is None:
         raise EnvironmentProblem(
             f"no daemon answers at {address}, and none can be started here: the server is not installed",

@@ -353,7 +353,7 @@ async def test_where_no_daemon_runs_it_says_what_to_do_and_starts_none(tmp_path:
     code, out, err = await Run(tmp_path, "x", url="http://127.0.0.1:9")()
     assert (code, out) == (3, "")
     assert err.startswith("chatd: no daemon answers at http://127.0.0.1:9")
-    assert "`chatd serve`" in err
+    assert "`chatd serve --port 9`" in err
     assert "--start" in err
     assert not (tmp_path / ".local").exists()
 
@@ -361,7 +361,7 @@ async def test_where_no_daemon_runs_it_says_what_to_do_and_starts_none(tmp_path:
 async def test_a_daemon_elsewhere_is_not_started_here(tmp_path: Path) -> None:
     code, _, err = await Run(tmp_path, "x", "--start", url="https://127.0.0.1:9")()
     assert code == 3
-    assert "start it there" in err
+    assert "start one with `chatd serve --port 9 --tls-cert" in err
 
 
 async def test_what_a_daemon_says_of_a_refusal_is_cleaned(tmp_path: Path) -> None:

@@ -15,9 +15,12 @@ from chatd.config import (
     load_settings,
     parse_bytes,
     private_settings,
+    serve_command,
+    start_hint,
 )
 from chatd.errors import ConfigError, InvalidRequest
 from chatd.operator_client import OperatorClient
+from chatd.server.auth import check_exposure
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
 
@@ -258,3 +261,33 @@ def test_a_folder_that_may_not_be_read_is_said_so(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Path, "stat", refuse)
     with pytest.raises(ConfigError, match=r"config\.toml cannot be read: Permission denied"):
         load_settings(environment={})
+
+
+@pytest.mark.parametrize(
+    ("url", "command"),
+    [
+        ("http://127.0.0.1:8790", "chatd serve"),
+        ("localhost:8790", "chatd serve"),
+        ("http://127.0.0.1:18931", "chatd serve --port 18931"),
+        ("ws://localhost:18931/v1/chat/ws", "chatd serve --port 18931"),
+        ("http://localhost", "chatd serve --port 80"),
+        ("http://[::1]:18931", "chatd serve --host ::1 --port 18931"),
+        ("http://127.0.0.2:8790", "chatd serve --host 127.0.0.2"),
+        ("https://127.0.0.1:8790", "chatd serve --tls-cert … --tls-key …"),
+        ("https://box.example", "chatd serve --host 0.0.0.0 --port 443 --keys-file … --tls-cert … --tls-key …"),
+        ("http://192.0.2.7:8790", "chatd serve --host 192.0.2.7 --keys-file … --tls-cert … --tls-key …"),
+    ],
+)
+def test_what_is_advised_listens_where_nobody_answered(url: str, command: str) -> None:
+    assert serve_command(url) == command
+    where = " on that machine" if "--keys-file" in command else ""
+    assert start_hint(url) == f"start one{where} with `{command}`"
+    # Nothing that is missing there would keep it from starting.
+    words = command.split()
+    check_exposure(
+        host=words[words.index("--host") + 1] if "--host" in words else "127.0.0.1",
+        has_keys_file="--keys-file" in words,
+        has_tls="--tls-cert" in words,
+        behind_proxy=False,
+        allow_anonymous=False,
+    )

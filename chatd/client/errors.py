@@ -6,6 +6,7 @@ import msgspec
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMessage, InvalidStatus
 
 from chatd import protocol
+from chatd.config import start_hint
 from chatd.errors import (
     AuthenticationError,
     ChatdError,
@@ -80,7 +81,7 @@ def error_of_connect(error: Exception, url: str) -> ChatdError:
     if isinstance(error, InvalidHandshake):
         return NotFound(f"{url} does not speak {protocol.SUBPROTOCOL}: {error}", code="not_a_daemon")
     reason = "it took too long" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
-    return Unavailable(f"no daemon answers at {url}: {reason}", code="unreachable", hint="start one with `chatd serve`")
+    return Unavailable(f"no daemon answers at {url}: {reason}", code="unreachable", hint=start_hint(url))
 
 
 def error_of_close(closed: ConnectionClosed) -> ChatdError:

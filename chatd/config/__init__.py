@@ -14,7 +14,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from chatd.config.addresses import DEFAULT_PORT, is_loopback, local_url, proxy_networks
+from chatd.config.addresses import (
+    DEFAULT_PORT,
+    is_loopback,
+    local_url,
+    proxy_networks,
+    serve_command,
+    start_hint,
+)
 from chatd.config.connecting import (
     ClientDefaults,
     check_key,
@@ -99,8 +106,10 @@ __all__ = [
     "proxy_networks",
     "read_local_key",
     "read_servers",
+    "serve_command",
     "servers_path",
     "single_server",
+    "start_hint",
     "state_dir",
     "theme_name",
     "theme_path",

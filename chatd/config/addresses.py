@@ -45,6 +45,33 @@ def local_url(url: str) -> str:
     return f"{parts.scheme}://{host}:{parts.port}"
 
 
+def serve_command(url: str) -> str:
+    """Return what has a daemon listen where a client looked for one; "…" stands for a file."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    host, is_encrypted = parts.hostname or "", parts.scheme in ("https", "wss")
+    port = parts.port or (443 if is_encrypted else 80)
+    is_here = is_loopback(host)
+    words = ["chatd serve"]
+    if not is_here:
+        # A name is the other side's own business.
+        words.append(f"--host {host if is_address(host) else '0.0.0.0'}")  # noqa: S104
+    elif host not in ("localhost", "127.0.0.1"):
+        words.append(f"--host {host}")
+    if port != DEFAULT_PORT:
+        words.append(f"--port {port}")
+    if not is_here:
+        words.append("--keys-file …")
+    if is_encrypted or not is_here:
+        words.append("--tls-cert … --tls-key …")
+    return " ".join(words)
+
+
+def start_hint(url: str) -> str:
+    """Say how to start the daemon that did not answer."""
+    where = "" if is_loopback(host_of(url)) else " on that machine"
+    return f"start one{where} with `{serve_command(url)}`"
+
+
 def is_address(text: str) -> bool:
     """Whether this is an IP address, and not a name."""
     try:

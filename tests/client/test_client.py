@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -489,7 +490,7 @@ async def test_nobody_listening_is_unreachable_and_says_what_to_do() -> None:
         async with Client.connect(url):
             pass
     assert caught.value.error_code == "unreachable"
-    assert caught.value.hint == "start one with `chatd serve`"
+    assert caught.value.hint == f"start one with `chatd serve --port {urlsplit(url).port}`"
 
 
 async def test_waiting_at_first_goes_on_until_the_daemon_is_loaded() -> None:

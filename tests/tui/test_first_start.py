@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from chatd.client import ConnectionPhase, ConnectionState
 from chatd.config import Server
@@ -39,7 +40,8 @@ async def test_no_daemon_says_what_to_run_and_one_that_comes_is_found(tmp_path: 
     app = ChatApp(url, copies=tmp_path)
     async with app.run_test(size=SIZE):
         await wait_until(lambda: f"No daemon answers at {url}." in page(app))
-        assert "chatd serve  starts one, in another terminal" in page(app)
+        port = urlsplit(url).port
+        assert f"chatd serve --port {port}  starts one, in another terminal" in page(app)
         async with daemon:
             await wait_until(lambda: app.link.retry_now() or "anything" in page(app))
             assert "No daemon" not in page(app)

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from chatd.clean import clean_line
 from chatd.client import ConnectionPhase, ConnectionState
-from chatd.config import is_loopback, servers_path
+from chatd.config import is_loopback, serve_command, servers_path
 from chatd.errors import AuthenticationError
 
 GOES_ON = "It is tried again all the time; Ctrl+R tries at once."
@@ -56,5 +56,5 @@ def obstacle(state: ConnectionState, url: str) -> Obstacle | None:
     start = "starts one, in another terminal" if here else "starts one, on that machine"
     return Obstacle(
         f"No daemon answers at {where}.",
-        (("chatd serve", start), ("chatd-tui https://…", "connects to another machine's")),
+        ((clean_line(serve_command(url)), start), ("chatd-tui https://…", "connects to another machine's")),
     )
