@@ -60,8 +60,16 @@ class CellPointer:
         inspect: Inspect,
         sessions: Mapping[LeaseId, LeaseHolder],
         sees_all: Callable[[], bool],
+        num_blocks: int,
     ) -> Event:
         """Return what the caller may know of a cell, when it is time for it.
+
+        Args:
+            command: Names the cell.
+            inspect: Asks the engine.
+            sessions: Of each lease, as far as they are known.
+            sees_all: Whether the caller sees the whole pool.
+            num_blocks: Of the map, whose last cell may have fewer than the others.
 
         Raises:
             Unavailable: No engine serves, or it ended meanwhile.
@@ -74,14 +82,15 @@ class CellPointer:
             self._free_at = self._clock() + 1.0 / (MAX_HZ if is_everything else TENANT_MAX_HZ)
             size = command.blocks_per_cell
             tenant = None if is_everything else self._principal.tenant
-            inspected = await inspect(command.cell * size, size, tenant)
+            first = command.cell * size
+            inspected = await inspect(first, size, tenant)
             return PoolInspected(
                 cell=command.cell,
                 blocks_per_cell=size,
                 blocks=[
                     cell_block(facts, sessions, self._principal, sees_all=is_everything) for facts in inspected.blocks
                 ],
-                left_out=max(0, size - MAX_INSPECTED),
+                left_out=max(0, min(size, num_blocks - first) - MAX_INSPECTED),
                 re=command.id,
             )
         finally:

@@ -314,8 +314,9 @@ async def _pool_inspect(connection: Connection, command: PoolInspect) -> Event |
 
     async def answer() -> None:
         try:
+            sees_all, num_blocks = _sees_all(connection), manager.model.blocks
             connection.deliver(
-                await pointer.answer(command, manager.inspect_blocks, manager.lease_sessions, _sees_all(connection))
+                await pointer.answer(command, manager.inspect_blocks, manager.lease_sessions, sees_all, num_blocks)
             )
         except ChatdError as error:
             connection.refuse(error, re=command.id)

@@ -357,11 +357,12 @@ class ScriptedDaemon(ScriptedTurns):
         return -(-self.totals.blocks // max(1, len(self.cells)))
 
     def _inspected(self, command: p.PoolInspect) -> p.PoolInspected:
+        size = command.blocks_per_cell
         return p.PoolInspected(
             cell=command.cell,
             blocks_per_cell=command.blocks_per_cell,
             blocks=self.blocks.get(command.cell, []),
-            left_out=max(0, command.blocks_per_cell - 64),
+            left_out=max(0, min(size, self.totals.blocks - command.cell * size) - 64),
             re=command.id,
         )
 

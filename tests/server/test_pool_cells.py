@@ -118,7 +118,7 @@ async def test_a_tenant_s_answers_are_the_same_bytes_whatever_others_do() -> Non
             for cell in range(12):
                 command = PoolInspect(id="c", cell=cell, blocks_per_cell=3)
                 pointer.begin()
-                sent.append(encode(await pointer.answer(command, inspect, SESSIONS, lambda: False)))
+                sent.append(encode(await pointer.answer(command, inspect, SESSIONS, lambda: False, 128)))
         return sent
 
     quiet = await watched(is_flooding=False)
@@ -140,7 +140,7 @@ async def test_a_tenant_asks_once_a_second_and_the_operator_ten_times() -> None:
         pointer = CellPointer(EVE, clock, sleep)
         for _ in range(3):
             pointer.begin()
-            await pointer.answer(PoolInspect(cell=0), inspect, {}, lambda sees_all=sees_all: sees_all)
+            await pointer.answer(PoolInspect(cell=0), inspect, {}, lambda sees_all=sees_all: sees_all, 128)
         assert slept == wanted
 
 
@@ -159,10 +159,17 @@ async def test_the_blocks_of_a_large_cell_beyond_the_bound_are_counted_as_left_o
         asked.append((first, num_blocks, tenant))
         return Inspected(1, 1, [])
 
-    pointer = CellPointer(EVE, FakeClock())
-    answer = await pointer.answer(PoolInspect(cell=3, blocks_per_cell=100), inspect, {}, lambda: False)
+    async def left_out(cell: int) -> int:
+        clock = FakeClock()
+        command = PoolInspect(cell=cell, blocks_per_cell=100)
+        answer = await CellPointer(EVE, clock).answer(command, inspect, {}, lambda: False, 480)
+        assert answer.blocks == []
+        return answer.left_out
+
+    assert await left_out(3) == 36
     assert asked == [(300, 100, "beta")]
-    assert (answer.left_out, answer.blocks) == (36, [])
+    # The last cell has 80 blocks, and one that the map does not have has none.
+    assert [await left_out(cell) for cell in (4, 5, 2**31)] == [16, 0, 0]
 
 
 async def test_two_tenants_look_at_the_same_blocks_and_each_sees_its_own(start) -> None:
