@@ -431,19 +431,20 @@ async def test_the_bounds_hold_before_anything_changes() -> None:
     session, _ = await opened(manager)
     await say(engine, manager, session, "x" * 15_000)
     items, seq = manager.items(session), session.ring.head_seq
-    held, session.conversation.num_bytes = session.conversation.num_bytes, 97_000  # As with other branches.
+    held = session.conversation.num_bytes
+    session.conversation._size(97_000 - held)  # As with other branches.
     edit = MessageEdit(session=session.id, item=items[0].id, content="y" * 4_000)
     with pytest.raises(InvalidRequest) as refused:
         await manager.edit(session, edit)
     assert refused.value.error_code == "session_too_large"
-    session.conversation.num_bytes = 100_001
+    session.conversation._size(100_001 - 97_000)
     with pytest.raises(InvalidRequest) as refused:
         await manager.regenerate(session, ResponseRegenerate(session=session.id))
     assert refused.value.error_code == "session_too_large"
     with pytest.raises(RateLimited) as limited:
         await opened(manager, system="z" * 100_000)
     assert limited.value.error_code == "too_much_text"
-    session.conversation.num_bytes = held
+    session.conversation._size(held - 100_001)
     await fork(engine, manager, session)
     with pytest.raises(RateLimited) as limited:
         await manager.fork(session, SessionFork(session=session.id))
