@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 
+import pytest
 from textual.pilot import Pilot
 
 from chatd import protocol as p
+from chatd.client import Client
 from chatd.testing.scripted_daemon import Script, ScriptedDaemon
 from chatd_tui.app import ChatApp
+from chatd_tui.status_text import ANSWERING
 from chatd_tui.widgets.status import StatusView
 
 MakeApp = Callable[..., ChatApp]
@@ -54,6 +57,32 @@ async def test_a_turns_place_progress_and_hits_are_shown_while_it_waits_and_read
             await wait_until(ended(app, 2))
 
 
+@pytest.mark.parametrize(
+    "halt",
+    [
+        lambda session: p.ResponsePreempted(session=session),
+        lambda session: p.ResponseQueued(session=session, position=1, why="restore"),
+    ],
+)
+async def test_an_answer_that_is_set_aside_has_no_speed(
+    halt: Callable[[str], p.Event], make_app: MakeApp, wait_until
+) -> None:
+    async with ScriptedDaemon([Script(deltas=["a ", "b"], manual=True)]) as daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=SIZE) as pilot:
+            await wait_until(connected(app))
+            await say(pilot, "hi")
+            daemon.release(1)
+            await wait_until(lambda: app.chat.status == ANSWERING)
+            app.draw_meter(tok_s=45.0)
+            session = daemon.sessions[app.link.session]
+            await daemon._broadcast(session, halt(session.id))
+            await wait_until(lambda: app.chat.status.text != "answering")
+            assert app.chat.meter.view.tok_s is None
+            daemon.release(2)
+            await wait_until(ended(app, 2))
+
+
 async def test_the_last_turns_numbers_stay_until_another_conversation_is_shown(make_app: MakeApp, wait_until) -> None:
     async with ScriptedDaemon([Script(deltas=["a ", "b"])]) as daemon:
         app = make_app(daemon)
@@ -77,6 +106,22 @@ async def test_the_last_turns_numbers_stay_until_another_conversation_is_shown(m
             await app.open_session(session)
             await wait_until(lambda: app.chat.meter.view.last_tok_s == item.timings.decode_tok_s)
             assert app.chat.meter.view.ttft_ms == item.timings.ttft_ms
+
+
+async def test_nothing_is_said_to_be_in_memory_of_a_conversation_that_was_erased(make_app: MakeApp, wait_until) -> None:
+    async with ScriptedDaemon([Script(deltas=["a ", "b"])]) as daemon:
+        app = make_app(daemon)
+        async with app.run_test(size=SIZE) as pilot:
+            await wait_until(connected(app))
+            await say(pilot, "one")
+            await wait_until(ended(app, 2))
+            app.draw_meter(tier="device")
+            async with Client.connect(daemon.url) as other:
+                await other.attach(app.link.session)
+                await other.erase_session(app.link.session)
+            await wait_until(lambda: app.chat.status.text == "this conversation was erased")
+            view = app.chat.meter.view
+            assert (view.context_used, view.tier, view.last_tok_s, view.ttft_ms) == (0, "", None, None)
 
 
 async def test_a_context_that_fills_is_seen_as_soon_as_the_daemon_says_it(

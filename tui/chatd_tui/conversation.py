@@ -149,8 +149,7 @@ class Conversation:
                 await transcript.branch(event.parent, [ItemView.of(item) for item in event.items])
             case ResponseCreated():
                 self.busy = True
-                self._rate = Rate()
-                self._draw_meter(tok_s=None)
+                self._halt()
                 await transcript.branch(event.item.parent, [ItemView.of(event.item)])
                 if chat.status.kind != "busy" or chat.status.text == "sending":
                     chat.status = self._stoppable(status_text.THINKING)
@@ -160,12 +159,14 @@ class Conversation:
                 self._fail(event)
             case ResponseQueued():
                 self.busy = True
+                self._halt()
                 chat.status = status_text.queued(event.position, event.why)
             case ResponsePrefill():
                 chat.status = status_text.prefill(event.done, event.total, event.cached)
                 if event.total:
                     self._draw_meter(turn_hit=event.cached / event.total)
             case ResponsePreempted():
+                self._halt()
                 chat.status = status_text.SET_ASIDE
             case ResponseResumed():
                 chat.status = self._stoppable(status_text.ANSWERING)
@@ -193,6 +194,7 @@ class Conversation:
             self._chat.status = StatusView("notice", "this conversation was erased", "a message begins a new one")
         self.busy = False
         self._chat.composer.leave_edit()
+        self._draw_meter(context_used=0, tier="", **NO_TURN)
         answer = self._chat.transcript.answer_in_progress()
         if answer is not None:
             self._chat.transcript.finish(ItemView(answer.id, "assistant", answer.text, True, "cut off", True))
@@ -200,9 +202,14 @@ class Conversation:
     def lose_connection(self) -> None:
         """Say of an answer in progress that it is not heard of, and cannot be stopped, for now."""
         if self.busy:
-            self._draw_meter(tok_s=None)
+            self._halt()
             if self._chat.status.kind == "busy":
                 self._chat.status = status_text.UNHEARD
+
+    def _halt(self) -> None:
+        """Have no speed of an answer until more of it comes."""
+        self._rate = Rate()
+        self._draw_meter(tok_s=None)
 
     def _stoppable(self, status: StatusView) -> StatusView:
         """Name the key that stops an answer, where that is what is said."""
