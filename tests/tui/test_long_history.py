@@ -202,6 +202,20 @@ async def test_what_is_said_is_seen_and_what_others_say_is_not_in_the_way(
         assert_true_to_the_whole(transcript)
 
 
+async def test_the_answer_to_a_message_of_many_screens_is_seen(
+    daemon: ScriptedDaemon, make_app: MakeApp, wait_until
+) -> None:
+    app = make_app(daemon)
+    async with app.run_test(size=SIZE) as pilot:
+        transcript = await opened(app, pilot, [], wait_until)
+        text = "\n".join(f"line {n}" for n in range(FAR_PAGES * SIZE[1] * 2))
+        await transcript.branch(None, [ItemView("q", "user", text)])
+        await transcript.branch("q", [ItemView("a", "assistant", "short", done=False)])
+        await settled(transcript, pilot)
+        assert seen(transcript)[-2] == ("a", 0)
+        assert_true_to_the_whole(transcript)
+
+
 @pytest.mark.parametrize("kept", [1, 30, 99])
 async def test_another_branch_is_drawn_wherever_it_begins(
     daemon: ScriptedDaemon, make_app: MakeApp, wait_until, kept: int

@@ -33,6 +33,7 @@ class Gap(Widget):
     DEFAULT_CSS = """
     Gap { height: 0; display: none; }
     """
+    BLANK = True
 
     lines = 0
 
@@ -219,12 +220,17 @@ class MessageWindow(VerticalScroll, inherit_bindings=False):
         What is shorter than the screen is drawn at the screen's end, which is a place above its beginning. Nothing
         could be scrolled back from there, and what comes to it would be below the screen.
         """
-        if self.max_scroll_y > 0:
+        # What came just now may not be laid out yet; a line of padding is above it.
+        if self.max_scroll_y > 0 or self._begins()[-1] + self._below.lines >= self._page:
             super().release_anchor()
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         """See to it that what is scrolled to has widgets."""
         super().watch_scroll_y(old_value, new_value)
+        self._slide_soon()
+
+    def watch_virtual_size(self) -> None:
+        """See to it that what is seen has widgets once it is laid out: the end moves without being scrolled to."""
         self._slide_soon()
 
     def on_resize(self) -> None:
@@ -243,6 +249,9 @@ class MessageWindow(VerticalScroll, inherit_bindings=False):
         if self._width != max(1, self.scrollable_content_region.width - MESSAGE_GUTTER):
             self._lay_out_anew()
         begins, page, top = self._begins(), self._page, self._top
+        if self.is_anchored and self.is_vertical_scroll_end and top + page < begins[-1] + self._below.lines:
+            # The end is what will be seen, and it is not laid out yet: what comes there is not far away.
+            return
         is_near = (self._first == 0 or begins[0] <= top - page // 2) and (
             self._end == len(self._views) or begins[-1] >= top + page + page // 2
         )
