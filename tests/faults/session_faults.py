@@ -131,4 +131,53 @@ SESSION_FAULTS = (
         "tests/sessions/test_durability.py::"
         "test_an_end_that_cannot_be_kept_fails_the_turn_alone_and_the_journal_agrees_later",
     ),
+    fault(
+        "opening a session costs nothing",
+        "a key that may ask for little has the journal commit as fast as it can",
+        "chatd/server/verbs.py",
+        "session = await change(connection, manager.create(connection.owner, command, receipt=receipt_of(command)))",
+        "session = await manager.create(connection.owner, command, receipt=receipt_of(command))",
+        "tests/server/test_branch_verbs.py::test_an_edit_and_a_regeneration_count_against_the_keys_quota",
+    ),
+    fault(
+        "a session that gets longer is not counted again",
+        "an owner's bounds hold by what its sessions had when they were opened",
+        "chatd/sessions/conversation.py",
+        "        if self.on_sized is not None:\n            self.on_sized()\n",
+        "",
+        "tests/sessions/test_owned.py::test_a_conversation_that_gets_longer_or_shorter_is_counted_whoever_makes_it_so",
+    ),
+    fault(
+        "the size that an import claims is believed",
+        "a file that says 0 takes no room of its owner's",
+        "chatd/session_files.py",
+        "    return _counted(_ended(file))\n",
+        "    return _ended(file)\n",
+        "tests/test_journal_commands.py::test_how_much_an_imported_conversation_has_is_counted_and_not_believed",
+    ),
+    fault(
+        "a tenant asks about cells as often as it has connections",
+        "everybody else's questions wait behind all of its own",
+        "chatd/sessions/inspections.py",
+        "async with self._lines.setdefault(tenant, asyncio.Lock()), self._turn:",
+        "async with self._turn:",
+        "tests/sessions/test_inspections.py::test_a_tenant_that_asks_much_holds_up_another_by_one_question",
+    ),
+    fault(
+        "an exported image is an image",
+        "whoever opens the file tells a model's address so",
+        "chatd/transcript_file.py",
+        '.replace("![", "!\\\\[")',
+        "",
+        "tests/test_transcript_file.py::test_a_message_is_one_quote_whatever_it_says",
+    ),
+    fault(
+        "a daemon that ends by itself leaves its count of kills",
+        "an orderly restart is taken for a crash",
+        "chatd/journal/memory_kills.py",
+        "            if self._is_kept:\n                with contextlib.suppress(OSError):\n"
+        "                    os.truncate(self._file, 0)\n",
+        "",
+        "tests/journal/test_memory_kills.py::test_a_daemon_that_ends_by_itself_leaves_nothing",
+    ),
 )

@@ -40,6 +40,7 @@ async def test_the_counts_are_right_wherever_messages_come_and_go() -> None:
         session, listener = await daemon.open(system="be brief" * (number + 1))
         sessions.append(session)
         await daemon.say(session, "what is a whale? " * 9)
+        assert_counted(daemon)
         await daemon.run()
         daemon.manager.detach_all(listener)
         assert_counted(daemon)
@@ -55,6 +56,7 @@ async def test_the_counts_are_right_wherever_messages_come_and_go() -> None:
     assert_counted(daemon)
     again = await daemon.get(sessions[1])
     await daemon.say(again, "more")
+    assert_counted(daemon)
     await daemon.run()
     assert_counted(daemon)
     await daemon.manager.update(again, SessionUpdate(session=again.id, archived=True, system=None))
@@ -82,6 +84,15 @@ async def test_a_message_looks_at_no_session_that_is_left_to_the_journal(monkeyp
     )
     await daemon.say(session, "hello")
     assert set(looked) == {session.id}
+
+
+async def test_a_conversation_that_gets_longer_or_shorter_is_counted_whoever_makes_it_so() -> None:
+    daemon = await RestartingDaemon().start()
+    session, _ = await daemon.open()
+    added = session.conversation.add_message("msg_1", "user", "x" * 1000, None)
+    assert_counted(daemon)
+    session.conversation.remove_from(added, None)
+    assert_counted(daemon)
 
 
 @pytest.fixture
