@@ -6,6 +6,7 @@ install has every command that it can serve.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -25,7 +26,7 @@ from rich.table import Column, Table
 import chatd
 import chatd.journal_changes
 from chatd.clean import clean
-from chatd.client_commands import ask, top
+from chatd.client_commands import ask, discard_output, top
 from chatd.config import (
     BUILT_IN_MODEL,
     LoadedSettings,
@@ -78,11 +79,23 @@ QuantizationOption = Annotated[Quantization | None, typer.Option(help="Weights o
 def main() -> None:
     """Run the command line; a refusal is one line on stderr and an exit code that tells its kind."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except ChatdError as error:
         _fail(error)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:
+        discard_output()
+        sys.exit(1)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        discard_output()
+        _fail(EnvironmentProblem("there is no room on the disk for what this command writes"))
 
 
 def _fail(error: ChatdError) -> NoReturn:

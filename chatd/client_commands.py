@@ -70,7 +70,7 @@ def ask(
         asked = Question(text, session=session, system=system, params=own, as_json=as_json)
         exit_code = asyncio.run(ask_daemon(address, key, asked, sys.stdout, notices))
         if exit_code == NOBODY_READS:
-            _discard_output()
+            discard_output()
     raise typer.Exit(exit_code)
 
 
@@ -209,7 +209,7 @@ def _running(address: str, key: str | None, start: bool) -> Iterator[tuple[str, 
         yield daemon.url, daemon.key
 
 
-def _discard_output() -> None:
+def discard_output() -> None:
     """Have what is left in the output's buffer go nowhere, so that the exit is quiet."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())

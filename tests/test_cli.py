@@ -103,6 +103,31 @@ def test_a_wrong_argument_exits_with_2(arguments: tuple[str, ...], tmp_path: Pat
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("arguments", [("schema",), ("config", "show"), ("--version",)])
+def test_a_full_disk_is_said_in_a_line(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*PYTHON, *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "HOME": str(tmp_path)},
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (3, "chatd: there is no room on the disk for what this command writes\n")
+
+
+def test_output_that_nobody_reads_is_no_traceback(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    command = [*PYTHON, "--version"]
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, env=environment, check=False)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
 def test_a_refusal_of_several_lines_stands_below_its_first(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
