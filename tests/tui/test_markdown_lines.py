@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,6 +111,14 @@ def test_no_line_is_wider_than_the_width(text: str, width: int) -> None:
         assert "\n" not in line.plain
         if "  " not in text and "> " not in text:
             assert line.cell_length <= max(8, width) + 4
+
+
+@given(st.lists(PIECES, max_size=30).map("".join))
+def test_blocks_begin_where_the_parser_of_everything_has_them_begin(source: str) -> None:
+    tokens = make_parser().parse(source)
+    begins = sorted({token.map[0] for token in tokens if token.level == 0 and token.map and token.nesting >= 0} - {0})
+    places = [0, *(sum(len(line) + 1 for line in source.split("\n")[:begin]) for begin in begins), len(source)]
+    assert [text for text, _ in split_growing(source)] == [source[a:b] for a, b in itertools.pairwise(places)]
 
 
 @given(st.lists(PIECES, max_size=30), st.integers(10, 60))
