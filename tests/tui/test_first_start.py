@@ -77,12 +77,15 @@ async def test_a_daemon_that_loads_is_said_to(tmp_path: Path, wait_until) -> Non
 
 def test_what_to_do_depends_on_what_is_in_the_way() -> None:
     def said(error: Exception, phase: ConnectionPhase = ConnectionPhase.WAITING) -> str:
-        found = obstacle(ConnectionState(phase, error=error), "https://box:1")
+        found = obstacle(ConnectionState(phase, error=error), "https://box:1", "F9")
         return str(found)
 
-    assert obstacle(ConnectionState(ConnectionPhase.CONNECTED, error=Unavailable("before")), "https://box:1") is None
-    assert obstacle(ConnectionState(ConnectionPhase.CONNECTING), "https://box:1") is None
+    assert (
+        obstacle(ConnectionState(ConnectionPhase.CONNECTED, error=Unavailable("before")), "https://box:1", "F9") is None
+    )
+    assert obstacle(ConnectionState(ConnectionPhase.CONNECTING), "https://box:1", "F9") is None
     assert "on that machine" in said(Unavailable("refused", code="unreachable"))
+    assert "F9 tries at once" in said(Unavailable("refused", code="unreachable"))
     assert "wants another key" in said(AuthenticationError("no"), ConnectionPhase.CLOSED)
     refused = said(
         NotFound("it is a \x1b[31mprinter", code="not_a_daemon", hint="look \x07there"), ConnectionPhase.CLOSED

@@ -67,6 +67,7 @@ def test_what_a_file_names_has_these_keys_and_the_rest_stays() -> None:
     assert "e" not in keymap.message_keys
     assert keymap.message_keys["p"] == ("pin", "")
     assert not keymap.stops()
+    assert [keymap.way(name) for name in ("stop", "pool", "copy")] == ["Ctrl+X", "F6", "/copy"]
     assert [keymap.names(find(COMMANDS, name)) for name in ("search", "copy", "edit", "branch")] == [
         ["Ctrl+F", "Alt+F"],
         ["y"],

@@ -170,7 +170,7 @@ async def test_a_paused_cell_tells_what_it_was_and_that_its_facts_are_of_now_onl
         await pilot.press("enter")
         await wait_until(lambda: "Rivers" in drawn(app, "#cell"))
         await pilot.press("space")
-        assert LIVE_ONLY in drawn(app, "#cell")
+        assert f"{LIVE_ONLY}: Space goes on" in drawn(app, "#cell")
         assert "1 free" in drawn(app, "#cell")
         await pilot.press("space")
         await wait_until(lambda: "Rivers" in drawn(app, "#cell"))

@@ -42,6 +42,10 @@ class Keymap:
         """Return the names of a command's keys that work wherever the conversation is."""
         return [key_name(key) for key in self.keys[name]]
 
+    def way(self, name: str) -> str:
+        """Return how to have a command carried out: its first key, or what to type where it has none."""
+        return next(iter(self.keys_of(name)), f"/{name}")
+
     def named(self, rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         """Return rows of keys or commands and what they do as keys; a command without one is left out."""
         keys = [(self.keys.get(first, (first,)), meaning) for first, meaning in rows]

@@ -62,7 +62,8 @@ class NewsApp(FaultReport, KeysInOrder, App[None], inherit_bindings=False):
         super().__init__()
         self.chat = ChatScreen(keymap)
         self.daemons = Daemons(servers, self.post_message)
-        self.conversation = Conversation(self.chat, self.draw_meter, next(iter(keymap.keys_of("stop")), "/stop"))
+        self.conversation = Conversation(self.chat, self.draw_meter, keymap.way("stop"))
+        self._connect_key = keymap.way("connect")
         self.typing_ahead = TypingAhead(
             lambda text, after_s: self.link.type_ahead(text, after_s), self._show_type_ahead
         )
@@ -200,7 +201,7 @@ class NewsApp(FaultReport, KeysInOrder, App[None], inherit_bindings=False):
         """Show where the connection on the screen stands, and what that leaves to be done."""
         was_refused = self.chat.title_bar.view.phase == ConnectionPhase.CLOSED.value
         self.draw_title(state)
-        self.chat.transcript.update_welcome(self.daemons.shown.welcome())
+        self.chat.transcript.update_welcome(self.daemons.shown.welcome(self._connect_key))
         hello = self.daemons.shown.hello
         self.chat.composer.max_bytes = hello.limits.frame_bytes if hello is not None else MAX_FRAME_BYTES
         if state.phase is ConnectionPhase.CLOSED and state.error is not None:

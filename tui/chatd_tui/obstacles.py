@@ -10,8 +10,6 @@ from chatd.client import ConnectionPhase, ConnectionState
 from chatd.config import is_loopback, serve_command, servers_path
 from chatd.errors import AuthenticationError
 
-GOES_ON = "It is tried again all the time; Ctrl+R tries at once."
-
 
 @dataclass(frozen=True)
 class Obstacle:
@@ -24,16 +22,17 @@ class Obstacle:
     """
 
     title: str
-    remedies: tuple[tuple[str, str], ...] = ()
-    outlook: str = GOES_ON
+    remedies: tuple[tuple[str, str], ...]
+    outlook: str
 
 
-def obstacle(state: ConnectionState, url: str) -> Obstacle | None:
+def obstacle(state: ConnectionState, url: str, connect_key: str) -> Obstacle | None:
     """Return what is in the way of a connection; None where nothing is, as far as is known.
 
     Args:
         state: Of the connection.
         url: Of the daemon.
+        connect_key: The name of the key that tries to connect at once.
     """
     error = state.error
     if error is None or state.phase is ConnectionPhase.CONNECTED:
@@ -51,10 +50,11 @@ def obstacle(state: ConnectionState, url: str) -> Obstacle | None:
         return Obstacle(f"The daemon at {where} wants another key.", keys, "Another key in its file is used at once.")
     if state.phase is ConnectionPhase.CLOSED:
         hint = (("", clean_line(error.hint, 200)),) if error.hint else ()
-        return Obstacle(clean_line(error.message, 200), hint, "Ctrl+R tries again.")
+        return Obstacle(clean_line(error.message, 200), hint, f"{connect_key} tries again.")
     here = is_loopback(urlsplit(url).hostname or "")
     start = "starts one, in another terminal" if here else "starts one, on that machine"
     return Obstacle(
         f"No daemon answers at {where}.",
         ((clean_line(serve_command(url)), start), ("chatd-tui https://…", "connects to another machine's")),
+        f"It is tried again all the time; {connect_key} tries at once.",
     )

@@ -33,7 +33,8 @@ class Sending:
         """Send a message, or another version of the message `editing`; asks first where it names files."""
         app = self._app
         if app.conversation.busy:
-            hint = "Esc stops it, then send" if app.context.connected else "it goes on once there is a connection"
+            stops = f"{app.keymap.way('stop')} stops it, then send"
+            hint = stops if app.context.connected else "it goes on once there is a connection"
             app.chat.status = StatusView("warning", "an answer is in progress", hint)
             self._give_back(text, editing)
             return

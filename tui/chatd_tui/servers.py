@@ -65,9 +65,9 @@ class Daemon:
         if moved:
             self.note(msgspec.structs.replace(moved[0], tier=tier))
 
-    def welcome(self) -> WelcomeView:
-        """Return what stands in place of a conversation that has no messages yet."""
-        view = WelcomeView(obstacle=obstacle(self.state, self.link.url))
+    def welcome(self, connect_key: str) -> WelcomeView:
+        """Return what stands in place of a conversation that has no messages yet; a key connects at once."""
+        view = WelcomeView(obstacle=obstacle(self.state, self.link.url, connect_key))
         if self.hello is None:
             return view
         model = self.hello.model

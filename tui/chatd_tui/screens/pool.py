@@ -18,6 +18,7 @@ from chatd.errors import ChatdError
 from chatd.protocol import PoolInspected
 from chatd_tui.background import run_beside
 from chatd_tui.cell_look import CellLook, Inspect
+from chatd_tui.commands import key_name
 from chatd_tui.keymap import DEFAULT, Keymap, pool_bindings
 from chatd_tui.pool_moments import PoolPlayer
 from chatd_tui.screens.page import Page
@@ -250,7 +251,8 @@ class PoolScreen(Page[None]):
         if not self.has_class("-cell") or moment is None or moment.state.cells is None or cell is None:
             return
         if self.player.is_paused:
-            self._facts, self._note = None, LIVE_ONLY
+            goes_on = next((f": {key_name(key)} goes on" for key in self._keymap.pool_keys["pause"]), "")
+            self._facts, self._note = None, LIVE_ONLY + goes_on
         elif not self._with_facts:
             self._facts, self._note = None, NOT_TOLD
         else:

@@ -12,7 +12,7 @@ from chatd.protocol import CELL_STATES, CellBlock, CellHolder, PoolInspected
 from chatd_tui.widgets.pool_map import GLYPHS, VARIABLES, Counts
 from chatd_tui.widgets.pool_tables import short_time
 
-LIVE_ONLY = "what is in a block is known of now only: Space goes on"
+LIVE_ONLY = "what is in a block is known of now only"
 NOT_TOLD = "this daemon does not tell what is in a cell"
 ASKING = "asking"
 FREE = "free: nothing is in it, and nobody holds it"
