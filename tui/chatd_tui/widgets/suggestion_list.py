@@ -13,6 +13,7 @@ from textual.widget import Widget
 from chatd_tui.commands import Suggestion
 
 MAX_ROWS = 7
+GAP = 2
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,22 @@ class SuggestionList(Widget):
         rows, marked = self.view.rows, self.view.marked
         width = max(1, self.content_size.width)
         first = max(0, min(marked - MAX_ROWS // 2, len(rows) - MAX_ROWS))
-        room = max((len(row.label) for row in rows), default=0) + 2
+        room = max((len(row.label) for row in rows), default=0) + GAP
         lines = []
         for place, row in enumerate(rows[first : first + MAX_ROWS], first):
             sign = "▸ " if place == marked else "  "
             style = "bold $primary" if row.enabled else "$faint"
             label = Content.assemble((sign, "$primary"), (row.label, style))
-            # Nearer than the others' where it does not fit below them; whole or not at all.
-            beside = max(2, min(room - len(row.label), width - label.cell_length - cell_len(row.help)))
-            line = label.append(" " * beside).append(Content.styled(row.help, "$muted"))
-            lines.append(line if line.cell_length <= width else label.truncate(width, ellipsis=True))
+            said = _fitting(row.help, width - label.cell_length - GAP)
+            # Nearer than the others' where it does not fit below them.
+            beside = max(GAP, min(room - len(row.label), width - label.cell_length - cell_len(said)))
+            line = label.append(" " * beside).append(Content.styled(said, "$muted")) if said else label
+            lines.append(line.truncate(width, ellipsis=True))
         return Content("\n").join(lines)
+
+
+def _fitting(said: str, room: int) -> str:
+    """Return what of a command's help fits: all of it, or its first parts; "" where not even one does."""
+    while said and cell_len(said) > room:
+        said = said[: max(said.rfind(", "), said.rfind("; "), 0)]
+    return said
