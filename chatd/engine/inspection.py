@@ -41,7 +41,7 @@ def _own_blocks(scheduler: Scheduler, tenant: str, numbers: range) -> list[tuple
     nothing of it tells where in the pool they are.
     """
     pool = scheduler.kv.pool
-    account = next((account for account in pool.accounts if account.tenant == tenant), None)
+    account = pool.find_account(tenant)
     if account is None:
         return []
     shared: dict[BlockId, None] = {}

@@ -142,6 +142,10 @@ class BlockPool:
             self._by_tenant[tenant] = account
         return account
 
+    def find_account(self, tenant: str | None) -> Account | None:
+        """Return a tenant's account, None where nothing was ever computed or set for it."""
+        return self._by_tenant.get(tenant)
+
     def set_limits(self, tenant: str | None, weight: float, floor: int) -> Account:
         """Change a tenant's weight and floor from now on; what others hold of the floor comes back as they let go."""
         account = self.account(tenant)

@@ -288,7 +288,9 @@ class KVCacheManager:
                     blocks, public = self._blocks_of(token_ids, rest), self.pool.public.evicted
                     num_public, serial = public.follow(self._public, serial, blocks, forget=False)
                     rest = rest[num_public:]
-                self.pool.account(tenant).evicted.follow(namespace, serial, self._blocks_of(token_ids, rest))
+                account = self.pool.find_account(tenant)
+                if account is not None:
+                    account.evicted.follow(namespace, serial, self._blocks_of(token_ids, rest))
                 break
             if top is None and place >= first and entry.namespace == namespace:
                 top = entry
@@ -297,11 +299,14 @@ class KVCacheManager:
 
     def forget_tenant(self, tenant: str) -> int:
         """Take every block of a tenant out of the index; return how many. It looks at all blocks of the pool."""
+        account = self.pool.find_account(tenant)
+        if account is None:
+            return 0
         namespace, num_blocks = self.index.namespace_id(self._base.of(tenant)), 0
         for block in self.pool.blocks:
             if block.entry is not None and block.entry.namespace == namespace:
                 num_blocks += self.pool.unregister(block.block_id)
-        self.pool.account(tenant).evicted.clear()
+        account.evicted.clear()
         return num_blocks
 
     def poison(self, table: BlockTable) -> None:

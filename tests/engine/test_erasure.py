@@ -208,6 +208,14 @@ def test_nothing_of_a_tenant_is_left_in_any_tier_and_its_neighbors_keep_theirs()
     assert erase_tenant(engine, on_disk) == Erased(99, 0, 0, 0)
 
 
+def test_a_tenant_for_whom_nothing_was_computed_has_no_row_in_the_pool_after_an_erasure():
+    engine, _ = with_tiers()
+    engine.generate(1, prompt(20), tenant="blue", params=sampling_params(8))
+    assert engine.send(Erase(5, "acme", prompt(20)))[-1] == Erased(5, 0, 0, 0)
+    assert erase_tenant(engine, []) == Erased(99, 0, 0, 0)
+    assert [account.tenant for account in engine.core.pool.accounts] == ["blue"]
+
+
 def test_who_looked_at_an_erased_tenants_sessions_counts_no_more():
     engine = EngineHarness(engine_config(max_leases=2))
     engine.send(Retain(7, True))

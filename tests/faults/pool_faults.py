@@ -80,7 +80,7 @@ POOL_FAULTS = (
         "an erased tenant's evictions are remembered",
         "a trace of what an erased tenant had stays",
         MANAGER,
-        "        self.pool.account(tenant).evicted.clear()\n",
+        "        account.evicted.clear()\n",
         "",
         TEST_INSPECTION + "nothing_of_a_tenant_that_is_erased_is_remembered_as_evicted",
     ),
