@@ -120,6 +120,10 @@ class _Asking:
             except BrokenPipeError:
                 await self._cancel()
                 return NOBODY_READS
+            except ChatdError:
+                if self._question.session is None and not turn.text:
+                    await _erase_if_empty(client, session)
+                raise
             finally:
                 await self._end_cancelling()
             return self._exit_code(session, turn)
@@ -233,6 +237,14 @@ class _Asking:
 def _write_now(out: TextIO, text: str) -> None:
     out.write(text)
     out.flush()
+
+
+async def _erase_if_empty(client: Client, session: Session) -> None:
+    """Remove a conversation that was begun for a question which the daemon did not take, or could not answer."""
+    with contextlib.suppress(ChatdError):
+        _, items = await client.get_session(session.id)
+        if all(item.role == "system" for item in items):
+            await client.erase_session(session.id)
 
 
 async def _attached(client: Client, named: str) -> Session:
