@@ -275,6 +275,9 @@ class KVCacheManager:
         Returns:
             How many could be found and cannot any more.
         """
+        account = self.pool.find_account(tenant)
+        if account is None:
+            return 0
         namespace = self.index.namespace_id(self._base.of(tenant))
         size, end = self.block_size, len(token_ids) // self.block_size
         parent: PrefixEntry | None = None
@@ -284,13 +287,11 @@ class KVCacheManager:
             if entry is None:
                 serial = 0 if parent is None else parent.serial
                 rest = range(place * size, end * size, size)
-                if parent is None or parent.namespace == self._public:
+                if namespace != self._public and (parent is None or parent.namespace == self._public):
                     blocks, public = self._blocks_of(token_ids, rest), self.pool.public.evicted
                     num_public, serial = public.follow(self._public, serial, blocks, forget=False)
                     rest = rest[num_public:]
-                account = self.pool.find_account(tenant)
-                if account is not None:
-                    account.evicted.follow(namespace, serial, self._blocks_of(token_ids, rest))
+                account.evicted.follow(namespace, serial, self._blocks_of(token_ids, rest))
                 break
             if top is None and place >= first and entry.namespace == namespace:
                 top = entry

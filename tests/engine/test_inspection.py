@@ -292,6 +292,8 @@ def test_what_was_evicted_after_a_public_prompt_is_forgotten_with_its_sequence_a
     assert (len(public.evicted), len(own.evicted)) == (2, 2)
     engine.send(Erase(LeaseId(5), "acme", prompt(17)))
     assert (len(public.evicted), len(own.evicted)) == (2, 0)
+    engine.send(Erase(LeaseId(1), "", prompt(8)))
+    assert len(public.evicted) == 0
 
 
 def test_nothing_of_a_tenant_that_is_erased_is_remembered_as_evicted():
