@@ -292,11 +292,11 @@ class EngineCore:
         tenant = None if message.tenant == PUBLIC_TENANT else message.tenant
         if lease is not None and lease.tenant != tenant:
             lease = None  # Somebody else's is as unknown as one that is not open.
-        if lease is not None:
+        else:
             self.leases.set_attached(message.lease, False)
-            request = self._request_on(lease)
-            if request is not None:
-                self.scheduler.cancel(request, now)
+        request = None if lease is None else self._request_on(lease)
+        if request is not None:
+            self.scheduler.cancel(request, now)
         self.scheduler.outbox.append(self._eraser.erase(message, lease))
 
     def _erase_tenant(self, message: EraseTenant, now: float) -> None:
@@ -306,7 +306,7 @@ class EngineCore:
                 self.scheduler.cancel(request, now)
         for lease in self.leases:
             if lease.tenant == message.tenant:
-                self.leases.set_attached(LeaseId(lease.lease_id), False)
+                self.leases.set_attached(lease.lease_id, False)
         self.scheduler.outbox.append(self._eraser.erase_tenant(message))
 
     def _request(self, request_id: RequestId) -> Request | None:

@@ -228,6 +228,23 @@ def test_who_looked_at_an_erased_tenants_sessions_counts_no_more():
     assert engine.core.leases.get(7).state is LeaseState.ATTACHED
 
 
+@pytest.mark.parametrize("gone", [Release(7), Erase(7, "acme", prompt(9))], ids=["released", "erased"])
+def test_who_looked_at_a_session_whose_lease_was_lost_counts_no_more_when_it_goes(gone):
+    engine = EngineHarness(engine_config())
+    engine.send(Retain(7, True))
+    engine.send(gone)
+    engine.generate(1, prompt(9), lease=7)
+    assert engine.core.leases.get(7).state is LeaseState.IDLE
+
+
+def test_an_erasure_of_somebody_elses_lease_leaves_those_who_look_at_it():
+    engine = EngineHarness(engine_config())
+    engine.send(Retain(7, True))
+    engine.generate(1, prompt(9), lease=7, tenant="blue")
+    engine.send(Erase(7, "acme", prompt(9)))
+    assert engine.core.leases.get(7).state is LeaseState.ATTACHED
+
+
 def names_of(engine, ids, tenant):
     return engine.core.scheduler.moves.below.names.of_sequence(tenant, array("i", ids))
 
