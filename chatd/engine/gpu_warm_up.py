@@ -29,10 +29,10 @@ _DRAWN = SampleSpec(
 def warm_up_steps(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int) -> list[Plan]:
     """Return the steps, the last of which is that of as many decodes as there may be.
 
-    The largest ones have as many rows as there may be in one chunk, or in as many chunks. Others have rows that double,
-    since their number decides how products are cut, at the end of the longest context, where positions are split over
-    programs; few rows at the begin of one, beside a decode that draws nothing, where they are not; one decode for each
-    kind of draw; and decodes that double, for the product with the vocabulary.
+    The largest ones have as many rows as there may be in as few chunks as can be, or in as many. Others have rows that
+    double, since their number decides how products are cut, at the end of the longest context, where positions are
+    split over programs; few rows at the begin of one, beside a decode that draws nothing, where they are not; one
+    decode for each kind of draw; and decodes that double, for the product with the vocabulary.
     """
 
     def chunk(index: int, length: int, sample: SampleSpec | None, *, is_late: bool = False) -> Chunk:
@@ -41,11 +41,17 @@ def warm_up_steps(max_num_batched_tokens: int, max_num_seqs: int, max_model_len:
         blocks = [BlockId(0)] * -(-(start + length) // block_size)
         return Chunk(RequestId(-1 - index), start, [0] * length, blocks, sample)
 
+    def rows(number: int, num_chunks: int, *, is_late: bool = False) -> list[Chunk]:
+        """So many rows in so many chunks, or in more where they would be longer than a context."""
+        num_chunks = min(max_num_seqs, max(num_chunks, -(-number // max_model_len)))
+        ends = [number * i // num_chunks for i in range(num_chunks + 1)]
+        return [chunk(i, ends[i + 1] - ends[i], _DRAWN, is_late=is_late) for i in range(num_chunks)]
+
     few = min(_FEWEST_ROWS, max(1, max_num_batched_tokens - 1))
     steps = (
-        [chunk(0, max_num_batched_tokens, _DRAWN)],
-        [chunk(i, max_num_batched_tokens // max_num_seqs, _DRAWN) for i in range(max_num_seqs)],
-        *([chunk(0, length, _DRAWN, is_late=True)] for length in _doubling(few, max(few + 1, max_num_batched_tokens))),
+        rows(max_num_batched_tokens, 1),
+        rows(max_num_batched_tokens, max_num_seqs),
+        *(rows(number, 1, is_late=True) for number in _doubling(few, max(few + 1, max_num_batched_tokens))),
         [chunk(0, few, _DRAWN), *([chunk(1, 1, None)] if max_num_seqs > 1 and few < max_num_batched_tokens else [])],
         *([chunk(0, 1, kind)] for kind in (_GREEDY, _LISTED, _BEAM)),
         *([chunk(i, 1, _GREEDY) for i in range(number)] for number in _doubling(_FEWEST_ROWS, max_num_seqs)),

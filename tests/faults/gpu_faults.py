@@ -176,6 +176,14 @@ GPU_FAULTS = (
         TEST_STARTUP + "every_product_is_compiled_before_it_serves",
     ),
     fault(
+        "no step before a GPU serves has more rows than a context, but for one",
+        "a conversation with a short context waits likewise while many others' prompts are computed",
+        "chatd/engine/gpu_warm_up.py",
+        "num_chunks = min(max_num_seqs, max(num_chunks, -(-number // max_model_len)))",
+        "num_chunks = min(max_num_seqs, num_chunks)",
+        TEST_STARTUP + "every_product_is_compiled_before_it_serves",
+    ),
+    fault(
         "no decodes that double are run before a GPU serves",
         "without graphs likewise, at the first step of so many decodes",
         "chatd/engine/gpu_warm_up.py",

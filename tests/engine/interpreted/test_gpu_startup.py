@@ -145,12 +145,15 @@ def edges(most):
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: f"sm_{architecture.capability}")
 @pytest.mark.parametrize(("weights", "is_deterministic"), [("int8", False), ("int8", True), ("fp16", True)])
-@pytest.mark.parametrize(("most_rows", "most_seqs"), [(2048, 256), (3000, 100), (512, 64)])
+@pytest.mark.parametrize(
+    ("most_rows", "most_seqs", "most_tokens"),
+    [(2048, 256, 32768), (3000, 100, 32768), (512, 64, 32768), (8192, 64, 1000)],
+)
 def test_every_product_is_compiled_before_it_serves(
-    shape, architecture, weights, is_deterministic, most_rows, most_seqs
+    shape, architecture, weights, is_deterministic, most_rows, most_seqs, most_tokens
 ):
     """Of models too large to be run here, whatever the number of rows, without graphs that would start some as well."""
-    steps = [plan.chunks for plan in warm_up_steps(most_rows, most_seqs, 32768, 16)]
+    steps = [plan.chunks for plan in warm_up_steps(most_rows, most_seqs, most_tokens, 16)]
     rows_of_steps = {sum(chunk.num_tokens for chunk in chunks) for chunks in steps}
     draws_of_steps = {sum(chunk.sample is not None for chunk in chunks) for chunks in steps}
     meta, started, later = torch.device("meta"), set(), {}
