@@ -23,8 +23,7 @@ from pathlib import Path
 from chatd.errors import ConfigError, InvalidRequest
 from chatd.kvcache.block import HostSlot
 from chatd.kvcache.block_directory import BlockDirectory
-from chatd.kvcache.block_file import Origin as Origin
-from chatd.kvcache.block_file import RefusedBlock, file_bytes, read_block, write_block
+from chatd.kvcache.block_file import Origin, RefusedBlock, file_bytes, read_block, write_block
 from chatd.kvcache.disk import DiskResult
 from chatd.kvcache.io_health import IoHealth
 

@@ -11,9 +11,9 @@ from chatd.engine.model_runner import ModelRunner
 from chatd.engine.plan import BlockCopy, BlockMove, Chunk, Plan, SampleSpec
 from chatd.engine.sampler import Sampled
 from chatd.engine.sampling import SamplingParams
-from chatd.kvcache.block_file import HEADER_BYTES
+from chatd.kvcache.block_file import HEADER_BYTES, Origin
 from chatd.kvcache.disk import DiskResult
-from chatd.kvcache.disk_tier import DiskTier, Origin
+from chatd.kvcache.disk_tier import DiskTier
 from chatd.testing.engine import FakeClock
 from chatd_kernels.kv_cache import allocate_kv_cache
 

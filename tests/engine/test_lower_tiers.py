@@ -17,8 +17,7 @@ from chatd.engine.options import EngineOptions
 from chatd.engine.transfer_costs import TransferCosts
 from chatd.engine.transfer_trial import DISK_TRIAL_S, measure_disk, measure_host
 from chatd.errors import ConfigError, EnvironmentProblem
-from chatd.kvcache.block_file import HEADER_BYTES
-from chatd.kvcache.disk_tier import Origin
+from chatd.kvcache.block_file import HEADER_BYTES, Origin
 from chatd.testing.engine import FakeClock
 from chatd_kernels.kv_cache import KVCacheLayout, allocate_kv_cache
 

@@ -9,9 +9,9 @@ import pytest
 from chatd.errors import ConfigError
 from chatd.kvcache import disk_tier as module
 from chatd.kvcache.block_directory import DirectoryInUse
-from chatd.kvcache.block_file import HEADER_BYTES
+from chatd.kvcache.block_file import HEADER_BYTES, Origin
 from chatd.kvcache.disk import DiskResult
-from chatd.kvcache.disk_tier import DiskTier, Origin
+from chatd.kvcache.disk_tier import DiskTier
 from chatd.kvcache.io_health import MAX_FAILURES, PAUSE_S
 from chatd.testing.engine import FakeClock
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatd.kvcache.block_file import HEADER_BYTES
-from chatd.kvcache.disk_tier import DiskTier, Origin
+from chatd.kvcache.block_file import HEADER_BYTES, Origin
+from chatd.kvcache.disk_tier import DiskTier
 
 BLOCK_BYTES = 512
 FILE_BYTES = HEADER_BYTES + BLOCK_BYTES
