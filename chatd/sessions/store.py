@@ -175,31 +175,29 @@ class SessionStore:
         Args:
             used: Not this one's.
         """
-        owned = self.owned(owner)
-        num_bytes = owned.num_bytes
+        owned, limits = self.owned(owner), self._limits
         if self._recorder.is_kept:
-            if num_bytes <= self._limits.max_text_bytes_per_user:
+            if owned.num_bytes <= limits.max_text_bytes_per_user:
                 return
             in_memory = owned.in_memory.values()
             idle = [session for session in in_memory if session is not used and self.loader.can_unload(session)]
             for session in sorted(idle, key=lambda session: session.updated_at):
-                if num_bytes <= self._limits.max_text_bytes_per_user:
+                if owned.num_bytes <= limits.max_text_bytes_per_user:
                     break
-                num_bytes -= session.num_bytes
                 self.loader.unload(session)
-                num_bytes += session.num_bytes
             return
-        limits = self._limits
-        if owned.num_closed <= limits.max_closed_sessions_per_user and num_bytes <= limits.max_text_bytes_per_user:
+        if (
+            owned.num_closed <= limits.max_closed_sessions_per_user
+            and owned.num_bytes <= limits.max_text_bytes_per_user
+        ):
             return
         closed = sorted(
             (session for session in owned if session.closed and session.turn is None),
             key=lambda session: session.updated_at,
         )
         for num_left, session in zip(range(len(closed), 0, -1), closed, strict=True):
-            if num_left <= limits.max_closed_sessions_per_user and num_bytes <= limits.max_text_bytes_per_user:
+            if num_left <= limits.max_closed_sessions_per_user and owned.num_bytes <= limits.max_text_bytes_per_user:
                 break
-            num_bytes -= session.num_bytes
             self.drop(session)
 
     @contextlib.contextmanager
