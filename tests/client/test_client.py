@@ -635,7 +635,13 @@ def test_addresses_become_the_sockets_address(url: str, expected: str) -> None:
     assert websocket_url(url) == expected
 
 
-@pytest.mark.parametrize("url", ["", "ftp://box", "http://", "http://k@box", "http://box?key=k", "http://box:99999999"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "ftp://box", "http://", "http://k@box", "http://box?key=k", "http://box:99999999", "http://box:x"),
+        *("http://[box", "http://[::1", "two words", "http://box\x7f"),
+    ],
+)
 def test_an_address_that_is_none_or_holds_a_key_is_refused(url: str) -> None:
     with pytest.raises(InvalidRequest):
         websocket_url(url)
