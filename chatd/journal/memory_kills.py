@@ -6,7 +6,8 @@ journal's folder, as it is while it runs, and takes it away when it ends by itse
 kernel is past, the daemon did not end by itself, and something was killed for want of memory since it looked last.
 `kill -9` leaves the two the same, and after a power cut the machine is another start's.
 
-Somebody else's end for want of memory at about the same time as a `kill -9` is taken for the daemon's own.
+Somebody else's end for want of memory is taken for the daemon's own where that was killed otherwise: from the last look
+before its end to the next start. So a single one ends no answer (`sessions.crashes`).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class MemoryKills:
         if self._is_own and (is_counted or not self.found):
             with contextlib.suppress(OSError):
                 os.truncate(self._file, 0)
-            self._is_kept = True
+            self._is_kept, self._last = True, ""
             self.refresh()
 
     def refresh(self) -> None:

@@ -164,8 +164,8 @@ async def _session_list(connection: Connection, command: SessionList) -> Event |
 
 
 async def _session_get(connection: Connection, command: SessionGet) -> Event | None:
-    manager = connection.daemon.manager
     look(connection)
+    manager = connection.daemon.manager
     session = await manager.resolve(connection.owner, command.session)
     connection.deliver(SessionGot(session=manager.info(session), items=manager.items(session), re=command.id))
     return None
@@ -238,10 +238,10 @@ async def _response_regenerate(connection: Connection, command: ResponseRegenera
 
 
 async def _branch_select(connection: Connection, command: BranchSelect) -> Event | None:
+    look(connection)
     manager = connection.daemon.manager
     session = await manager.resolve(connection.owner, command.session)
     before = session.ring.head_seq
-    look(connection)
     await manager.select_branch(session, command, connection, receipt=receipt_of(command))
     return _first_after(session, before, BranchSelected, command.id)
 

@@ -1,8 +1,8 @@
 """What the engine was given: the requests in flight, and what it holds for each session's lease.
 
-The one place where a conversation's log becomes messages to the engine. A submission names how much of the log the
-lease has and brings the rest, so the ids that are kept are the ids that were computed (I25), and a turn costs only what
-is new.
+Here, and in `computed_ahead` for what nobody waits for, a conversation's log becomes messages to the engine. A
+submission names how much of the log the lease has and brings the rest, so the ids that are kept are the ids that were
+computed (I25), and a turn costs only what is new.
 """
 
 from __future__ import annotations
