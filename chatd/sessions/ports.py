@@ -75,16 +75,20 @@ class Vocabulary(Protocol):
 class Journal(Protocol):
     """What sessions need of `journal.journal.Journal`: what is committed survives a crash of everything.
 
-    All methods are called on the event loop, which none of them blocks for longer than a dictionary's work.
+    All methods but `note_crashes` are called on the event loop, which none of them blocks for longer than a
+    dictionary's work.
     """
 
     @property
     def crash(self) -> str:
-        """What the daemon before wrote as a fault in native code ended it; "" where something else did."""
+        """What is known of a fault in native code, or of want of memory, that ended the daemon before; "" of none."""
         ...
 
     def note_crashes(self, *, is_counted: bool) -> None:
-        """Have a crash of this process noted from now on, and forget the one that was found where it is counted."""
+        """Have a crash of this process noted from now on, and forget the one that was found where it is counted.
+
+        It writes at once: call it in a thread.
+        """
         ...
 
     async def commit(self, changes: Sequence[Change]) -> None:

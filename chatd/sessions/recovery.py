@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -158,7 +159,7 @@ class Recovery:
         except StorageError:
             _log.warning("the journal does not take that the daemon has crashed")
             is_counted = False
-        self._journal.note_crashes(is_counted=is_counted)
+        await asyncio.to_thread(self._journal.note_crashes, is_counted=is_counted)
         return left
 
     async def _go_on_with(self, found: Sequence[_Found]) -> list[Turn]:
