@@ -52,16 +52,16 @@ def look(connection: Connection) -> None:
     connection.daemon.quota_of(connection.principal).admit_look()
 
 
-async def change(connection: Connection, change: Coroutine[Any, Any, T]) -> T:
+async def change(connection: Connection, work: Coroutine[Any, Any, T]) -> T:
     """Carry out what writes and begins no answer, within the key's quota of requests."""
     quota = connection.daemon.quota_of(connection.principal)
     try:
         quota.admit_change()
     except BaseException:
-        change.close()
+        work.close()
         raise
     try:
-        changed = await change
+        changed = await work
     except BaseException:
         quota.refund_change()
         raise
