@@ -45,6 +45,7 @@ class CrashNote:
             except OSError as error:
                 _log.warning("the note of a crash cannot be emptied, and is counted again at the next start: %s", error)
         if self._is_own:
+            # In the main thread: the stack on which an overflow of the stack is noted is the calling thread's.
             faulthandler.enable(self._file, all_threads=False)
             self._is_armed = True
 

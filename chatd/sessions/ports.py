@@ -75,8 +75,8 @@ class Vocabulary(Protocol):
 class Journal(Protocol):
     """What sessions need of `journal.journal.Journal`: what is committed survives a crash of everything.
 
-    All methods but `note_crashes` are called on the event loop, which none of them blocks for longer than a
-    dictionary's work.
+    All methods are called on the event loop, which none of them blocks for longer than a dictionary's work; but
+    `note_crashes` does at the start, for two small files.
     """
 
     @property
@@ -87,7 +87,7 @@ class Journal(Protocol):
     def note_crashes(self, *, is_counted: bool) -> None:
         """Have a crash of this process noted from now on, and forget the one that was found where it is counted.
 
-        It writes at once: call it in a thread.
+        The thread that calls it is the one whose stack may overflow and be noted.
         """
         ...
 

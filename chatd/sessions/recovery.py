@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -159,7 +158,7 @@ class Recovery:
         except StorageError:
             _log.warning("the journal does not take that the daemon has crashed")
             is_counted = False
-        await asyncio.to_thread(self._journal.note_crashes, is_counted=is_counted)
+        self._journal.note_crashes(is_counted=is_counted)
         return left
 
     async def _go_on_with(self, found: Sequence[_Found]) -> list[Turn]:
