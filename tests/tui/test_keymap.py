@@ -156,7 +156,7 @@ def test_the_usual_file_may_be_missing_and_a_named_one_may_not(tmp_path: Path, m
 
 async def test_keys_work_and_are_shown_as_they_are_bound(daemon: ScriptedDaemon, tmp_path: Path, wait_until) -> None:
     keymap = read_keymap(
-        '[keys]\npool = "f1"\nhelp = ["f2", "ctrl+e"]\nquit = "f10"\nrename = "ctrl+t"\ncopy = []\n[message]\npin = "p"'
+        '[keys]\npool = "f1"\nhelp = ["f2", "ctrl+e"]\nquit = "f10"\nrename = "ctrl+t"\ncopy = []\n[message]\npin = "."'
     )
     app = ChatApp(daemon.url, copies=tmp_path, keymap=keymap)
     async with app.run_test(size=(110, 50)) as pilot:
@@ -190,7 +190,7 @@ async def test_keys_work_and_are_shown_as_they_are_bound(daemon: ScriptedDaemon,
         await pilot.press("ctrl+q", "ctrl+y", "h", "i", "enter")
         await wait_until(lambda: len(app.chat.transcript.views()) == 2 and not app.conversation.busy)
         assert app.is_running
-        await pilot.press("tab", "p")
+        await pilot.press("tab", "full_stop")
         await wait_until(lambda: app.chat.status.text == "pinned")
         await pilot.press("f10")
         await wait_until(lambda: not app.is_running)

@@ -214,6 +214,12 @@ class Transcript(MessageWindow, inherit_bindings=False):
                 return
             widget = widget.parent if isinstance(widget.parent, Widget) else None
 
+    def command_of(self, event: events.Key) -> tuple[str, str] | None:
+        """Return what a key does to the selected message, None where it is not bound."""
+        # A keymap names a key by its character; Textual calls "." full_stop, and says of Alt+X that it is an "x" too.
+        character = event.character if "+" not in event.key else None
+        return self._message_keys.get(event.key) or self._message_keys.get(character or "")
+
     def on_key(self, event: events.Key) -> None:
         """Do what a key does to the selected message; whatever else is typed goes to the input."""
         focused = self.screen.focused
@@ -223,7 +229,7 @@ class Transcript(MessageWindow, inherit_bindings=False):
             event.prevent_default()
             focused.post_message(events.Key(event.key, event.character))
             return
-        wanted = self._message_keys.get(event.key if len(event.key) > 1 else event.character or "")
+        wanted = self.command_of(event)
         if wanted is not None and self._selected is not None:
             event.stop()
             self.post_message(CommandChosen(*wanted))
