@@ -1,4 +1,4 @@
-"""What is typed faster than a page closes goes to the input, whole and in its order."""
+"""What is typed faster than the keyboard goes elsewhere is there, whole and in its order."""
 
 from collections.abc import Callable
 
@@ -81,6 +81,33 @@ async def test_what_is_typed_behind_the_choice_of_a_conversation_is_in_the_input
             burst(app, "enter")
             await wait_until(lambda: app.chat.composer.text == TYPED)
             assert app.link.session is None
+
+
+async def test_what_is_typed_behind_the_key_of_a_selected_message_goes_where_that_leads(
+    tmp_path, wait_until: Callable
+) -> None:
+    async with ScriptedDaemon([Script(deltas=["answer"])]) as daemon:
+        app = ChatApp(daemon.url, copies=tmp_path)
+        async with app.run_test(size=(110, 30)) as pilot:
+            await in_a_conversation(app, pilot, wait_until)
+            await pilot.press("tab")
+            await wait_until(lambda: app.chat.transcript.has_focus)
+            burst(app, "e")
+            await wait_until(lambda: app.chat.composer.text == "one" + TYPED)
+
+
+async def test_what_is_typed_at_a_selected_message_is_in_the_input_in_its_order(tmp_path, wait_until: Callable) -> None:
+    async with ScriptedDaemon([Script(deltas=["answer"])]) as daemon:
+        app = ChatApp(daemon.url, copies=tmp_path)
+        async with app.run_test(size=(110, 30)) as pilot:
+            await in_a_conversation(app, pilot, wait_until)
+            await pilot.press("tab")
+            await wait_until(lambda: app.chat.transcript.has_focus)
+            burst(app, "tab", "ab")
+            app.post_message(events.Key("left", None))
+            app.post_message(events.Key("c", "c"))
+            await wait_until(lambda: len(app.chat.composer.text) == 3)
+            assert app.chat.composer.text == "acb"
 
 
 async def test_a_paste_and_what_is_typed_behind_it_keep_their_order(tmp_path, wait_until: Callable) -> None:

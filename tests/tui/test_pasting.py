@@ -113,3 +113,22 @@ async def test_a_message_that_the_daemon_refuses_comes_back_as_its_mark(
         await wait_until(lambda: app.chat.status.kind == "error")
         assert "the message makes a frame of" in app.chat.status.text
         assert (app.chat.composer.text, app.chat.composer.message) == (shown, text)
+
+
+async def test_a_paste_at_a_selected_message_goes_to_the_input_as_what_is_typed_does(
+    make_app, wait_until, daemon: ScriptedDaemon
+) -> None:
+    app: ChatApp = make_app(daemon)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(lambda: app.is_running and app.context.connected)
+        app.chat.composer.load_text("one")
+        await pilot.press("enter")
+        await wait_until(lambda: len(app.chat.transcript.views()) == 2 and not app.conversation.busy)
+        await pilot.press("tab")
+        await wait_until(lambda: app.chat.transcript.has_focus)
+        await paste(app, "two\n\x1b[31m")
+        app.post_message(events.Key("x", "x"))
+        await wait_until(lambda: app.chat.composer.text.endswith("x"))
+        await pilot.pause()
+        assert app.chat.composer.text == "two\n␛[31mx"
+        assert app.chat.composer.has_focus

@@ -387,7 +387,7 @@ async def test_what_is_typed_among_the_messages_goes_to_the_input(
     async with app.run_test(size=SIZE) as pilot:
         await talk(app, pilot, wait_until, "one")
         await pilot.press("tab", "/", "f")
-        assert app.chat.composer.text == "/f"
+        await wait_until(lambda: app.chat.composer.text == "/f")
         assert app.chat.transcript.selected.text == "Hello **there**."
         await pilot.press("escape", "tab", "down")
         assert app.chat.composer.has_focus

@@ -174,8 +174,8 @@ class ChatApp(NewsApp, inherit_bindings=False):
         return True
 
     def stays(self, widget: DOMNode) -> bool:
-        """Whether no key takes the keyboard away from a widget by closing it."""
-        return self.screen is self.chat and widget in (self.chat.composer, self.chat.transcript)
+        """Whether a widget gets keys as they come, which are on the screen sooner so."""
+        return self.screen is self.chat and widget is self.chat.composer
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """Give a theme that is not ours the colors that our styles name."""

@@ -1,4 +1,4 @@
-"""Keys that are typed while a page closes reach what is below it, in their order."""
+"""Keys that are typed behind one that gives the keyboard away reach what has it then, in their order."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PASSES = 4
 """A key, what it presses, what that chooses, and what that is made known as: each goes the way from a widget up."""
 
 PATIENCE_S = 0.25
-"""A page that takes longer over a key gets the next one all the same."""
+"""What takes longer over a key gets the next one all the same."""
 
 
 class KeysInOrder(App[Any], inherit_bindings=False):
-    """Gives a page one key at a time.
+    """Gives one key at a time to all but what `stays`.
 
     Textual sends each key to whatever has the keyboard when it arrives. What is typed right behind an Enter or Esc that
-    closes a page would so go to the page, and be lost with it.
+    closes a page would so go to the page, and be lost with it; what is typed behind a Tab, to where that leads from.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class KeysInOrder(App[Any], inherit_bindings=False):
         self._is_waiting = False
 
     def stays(self, widget: DOMNode) -> bool:
-        """Whether no key takes the keyboard away from a widget by closing it."""
+        """Whether a widget gets keys as they come, which are on the screen sooner so."""
         return False
 
     async def on_event(self, event: events.Event) -> None:

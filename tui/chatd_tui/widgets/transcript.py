@@ -227,7 +227,7 @@ class Transcript(MessageWindow, inherit_bindings=False):
             # Typed before the keyboard went to the input, and meant for that.
             event.stop()
             event.prevent_default()
-            focused.post_message(events.Key(event.key, event.character))
+            focused._forward_event(events.Key(event.key, event.character))
             return
         wanted = self.command_of(event)
         if wanted is not None and self._selected is not None:
@@ -236,6 +236,13 @@ class Transcript(MessageWindow, inherit_bindings=False):
         elif event.is_printable and event.character:
             event.stop()
             self._write(event.character)
+
+    def on_paste(self, event: events.Paste) -> None:
+        """Have what is pasted go to the input."""
+        event.stop()
+        self._write("")
+        if self.screen.focused is not None:
+            self.screen.focused._forward_event(events.Paste(event.text))
 
     def _find(self, item_id: str | None) -> Message | None:
         return next((message for message in self._messages if message.item_id == item_id), None)
