@@ -433,7 +433,7 @@ async def test_a_wrong_key_is_said_with_what_helps(make_app: MakeApp, wait_until
         async with app.run_test(size=SIZE):
             await wait_until(lambda: status(app).kind == "error")
             assert status(app) == StatusView(
-                "error", "key is not known", "give a key with --key, CHATD_KEY or servers.toml"
+                "error", "key is not known", "give a key with CHATD_KEY_FILE, CHATD_KEY or servers.toml"
             )
             assert app.chat.query_one(TitleBar).view.phase == "closed"
 

@@ -186,7 +186,7 @@ class NewsApp(FaultReport, KeysInOrder, App[None], inherit_bindings=False):
         """Say why something was not done."""
         hint = error.hint or ""
         if isinstance(error, AuthenticationError) and not hint:
-            hint = "give a key with --key, CHATD_KEY or servers.toml"
+            hint = "give a key with CHATD_KEY_FILE, CHATD_KEY or servers.toml"
         self.chat.status = StatusView("error", clean_line(error.message, 300), clean_line(hint))
 
     def draw_meter(self, **changes: Any) -> None:
