@@ -12,6 +12,8 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from chatd_tui.views import short_path
+
 # Longer OSC 52 payloads are cut or dropped by common terminals.
 MAX_OSC52_BYTES = 74_994 * 3 // 4
 TMUX_TIMEOUT_S = 1.0
@@ -67,11 +69,6 @@ def _tmux_setting(environment: Mapping[str, str]) -> str:
     return setting if setting in ("on", "external", "off") else ""
 
 
-def _shown(path: Path) -> str:
-    home = Path.home()
-    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
-
-
 def told(what: str, path: Path | None, reason: str, *, is_remote: bool) -> tuple[str, str, str]:
     """Return how to say what became of a copy: the kind of the line, its text and its hint.
 
@@ -81,7 +78,7 @@ def told(what: str, path: Path | None, reason: str, *, is_remote: bool) -> tuple
         reason: Why it is not in the clipboard; "" where nothing is known to keep it from there.
         is_remote: The file is on another machine than the person.
     """
-    where = f"in {_shown(path)}{' over there' if is_remote else ''}" if path is not None else ""
+    where = f"in {short_path(path)}{' over there' if is_remote else ''}" if path is not None else ""
     if not reason:
         hint = "it does not say if it took it" + (f"; also {where}" if where else "; no file could be written")
         return "notice", f"sent {what} to the terminal's clipboard", hint

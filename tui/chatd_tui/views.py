@@ -1,8 +1,9 @@
-"""Frozen snapshots that the widgets draw, and how their numbers are written."""
+"""Frozen snapshots that the widgets draw, and how their numbers and paths are written."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from chatd.clean import clean, clean_line
 from chatd.client import FoundSession
@@ -216,6 +217,12 @@ def short_number(value: float) -> str:
             text = f"{scaled:.1f}" if divisor > 1 and scaled < 9.95 else f"{scaled:.0f}"
             return text.removesuffix(".0") + unit
     return f"{value / 1e9:.1f}G"
+
+
+def short_path(path: Path) -> str:
+    """Write a path as people do, from their home on where it is there."""
+    home = Path.home()
+    return clean_line(f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path))
 
 
 def percent(fraction: float) -> str:

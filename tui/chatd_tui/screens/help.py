@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import ClassVar
 
 from textual import events
@@ -14,13 +13,13 @@ from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from chatd.clean import clean_line
 from chatd.config import keymap_path
 from chatd_tui.command_table import COMMANDS
 from chatd_tui.commands import Context, key_name
 from chatd_tui.keymap import Keymap
 from chatd_tui.page_keys import POOL_KEYS
 from chatd_tui.screens.page import Dialog
+from chatd_tui.views import short_path
 
 KEYS = (
     ("Enter", "send"),
@@ -89,7 +88,7 @@ def _bound_row(name: str, keys: Sequence[str], meaning: str, width: int, *, is_f
 
 def _last_lines(table: str) -> list[Content]:
     return [
-        Content.styled(f"Keys of your own: {table}{_keymap_place()}, or --keymap FILE", "$faint"),
+        Content.styled(f"Keys of your own: {table}{short_path(keymap_path())}, or --keymap FILE", "$faint"),
         Content.styled("↑ ↓ scroll; any other key closes this", "$faint"),
     ]
 
@@ -100,11 +99,6 @@ def _keys(title: str, keys: Sequence[tuple[str, str]], width: int) -> list[Conte
     for key, meaning in keys:
         lines += _row(Content.styled(f"  {key}", "bold"), 34, meaning, "$muted", width)
     return lines
-
-
-def _keymap_place() -> str:
-    path, home = keymap_path(), Path.home()
-    return clean_line(f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path))
 
 
 def _row(left: Content, left_width: int, meaning: str, style: str, width: int) -> list[Content]:
