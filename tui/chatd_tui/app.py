@@ -174,7 +174,7 @@ class ChatApp(NewsApp, inherit_bindings=False):
         return True
 
     def stays(self, widget: DOMNode) -> bool:
-        """Whether a widget gets keys as they come, which are on the screen sooner so."""
+        """Whether a widget gets keys as they come, which is faster, and passes those on that are another's by then."""
         return self.screen is self.chat and widget is self.chat.composer
 
     def get_theme_variable_defaults(self) -> dict[str, str]:

@@ -31,7 +31,7 @@ class KeysInOrder(App[Any], inherit_bindings=False):
         self._is_waiting = False
 
     def stays(self, widget: DOMNode) -> bool:
-        """Whether a widget gets keys as they come, which are on the screen sooner so."""
+        """Whether a widget gets keys as they come, which is faster, and passes those on that are another's by then."""
         return False
 
     async def on_event(self, event: events.Event) -> None:

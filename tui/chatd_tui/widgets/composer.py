@@ -120,7 +120,7 @@ class Composer(TextArea):
         focused = self.screen.focused
         if focused is not None and focused is not self:
             # Typed before the keyboard went elsewhere, and meant for that.
-            focused.post_message(events.Key(event.key, event.character))
+            focused._forward_event(events.Key(event.key, event.character))
         elif event.key == "enter":
             self._enter()
         elif event.key in NEWLINE_KEYS:
