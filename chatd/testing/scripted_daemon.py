@@ -109,13 +109,22 @@ class ScriptedDaemon(ScriptedTurns):
         """Close the socket, every connection, and every answer in progress."""
         if self._server is not None:
             await self.drop(p.CLOSE_RESTART)
-            self._server.close()
-            await self._server.wait_closed()
-            self._server = None
+            await self.stop_listening()
         tasks = [session.task for session in self.sessions.values() if session.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def stop_listening(self) -> None:
+        """Close the socket and every connection; answers go on."""
+        server, self._server = self._server, None
+        assert server is not None, "it listens"
+        # Python 3.11 leaves a connection open whose acceptance is on its way while the server closes.
+        for listening in server.sockets:
+            asyncio.get_running_loop().remove_reader(listening.fileno())
+        await asyncio.sleep(0)
+        server.close()
+        await server.wait_closed()
 
     @property
     def url(self) -> str:

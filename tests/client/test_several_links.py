@@ -52,10 +52,7 @@ class Watched:
                 self.daemon.forget(f"{self.daemon.boot}+")
                 self.daemon.abort()
             case "restart":
-                server, self.daemon._server = self.daemon._server, None
-                assert server is not None
-                server.close()
-                await server.wait_closed()
+                await self.daemon.stop_listening()
                 await self.daemon.start()
         self.harmed |= action != "release"
 
