@@ -4,48 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import ClassVar
 
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
-from chatd_tui.screens.page import Dialog
+from chatd_tui.screens.choice import ChoiceDialog, prompt
 from chatd_tui.views import FoundRow
 
-WIDTH = 68
 
-
-class FoundScreen(Dialog[FoundRow | None]):
+class FoundScreen(ChoiceDialog[FoundRow | None]):
     """Lists conversations and where the text is in them; Enter gives the chosen one, Escape none.
 
     Args:
         query: What was looked for, cleaned.
         rows: What was found.
     """
-
-    DEFAULT_CSS = """
-    FoundScreen {
-        align: center middle;
-        & > Vertical {
-            width: 76; max-width: 100%; height: auto; max-height: 100%; padding: 1 2;
-            border: round $primary; background: $surface;
-        }
-        & Static { height: auto; }
-        & OptionList {
-            height: auto; max-height: 16; border: none; background: $surface; padding: 0; margin: 1 0;
-            text-wrap: nowrap; text-overflow: ellipsis;
-            &:focus { border: none; background-tint: transparent; }
-            &:focus > .option-list--option-highlighted {
-                background: $primary 25%; color: $foreground; text-style: none;
-            }
-        }
-    }
-    """
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "leave", "Back")]
 
     def __init__(self, query: str, rows: Sequence[FoundRow]) -> None:
         super().__init__()
@@ -66,17 +42,13 @@ class FoundScreen(Dialog[FoundRow | None]):
         """Give the chosen one."""
         self.dismiss(self._rows[event.option_index])
 
-    def action_leave(self) -> None:
-        """Give none."""
-        self.dismiss(None)
-
 
 def _option(row: FoundRow, query: str) -> Option:
     where = f"{row.server} · " if row.server else ""
     lines = [Content.styled(row.session.title, "bold"), Content.styled(f"  {where}{row.session.detail}", "$muted")]
     if row.passage:
         lines.append(Content("  ").append(_marked(row.passage, query)))
-    return Option(Content("\n").join([line.truncate(WIDTH, ellipsis=True) for line in lines]))
+    return Option(prompt(lines))
 
 
 def _marked(passage: str, query: str) -> Content:

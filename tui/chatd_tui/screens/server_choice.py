@@ -3,55 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
-from chatd_tui.screens.page import Dialog
+from chatd_tui.screens.choice import ChoiceDialog, prompt
 from chatd_tui.views import ServerPlace
 from chatd_tui.widgets.session_list import PHASES
 
-WIDTH = 68
 LOOK_AGAIN_S = 0.5
 
 
-class ServerScreen(Dialog[str | None]):
+class ServerScreen(ChoiceDialog[str | None]):
     """Lists daemons with their states as these change; Enter gives the name of one, Escape none.
 
     Args:
         places: Returns them as they are now, always the same ones in the same order.
     """
 
-    DEFAULT_CSS = """
-    ServerScreen {
-        align: center middle;
-        & > Vertical {
-            width: 76; max-width: 100%; height: auto; max-height: 100%; padding: 1 2;
-            border: round $primary; background: $surface;
-        }
-        & Static { height: auto; }
-        & OptionList {
-            height: auto; max-height: 18; border: none; background: $surface; padding: 0; margin: 1 0;
-            text-wrap: nowrap; text-overflow: ellipsis;
-            &:focus { border: none; background-tint: transparent; }
-            &:focus > .option-list--option-highlighted {
-                background: $primary 25%; color: $foreground; text-style: none;
-            }
-        }
-    }
-    """
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "leave", "Back")]
-
     def __init__(self, places: Callable[[], Sequence[ServerPlace]]) -> None:
         super().__init__()
         self._places = places
         self._shown = tuple(places())
-        self._list = OptionList(*(_option(place) for place in self._shown), markup=False)
+        self._list = OptionList(*(Option(_prompt(place)) for place in self._shown), markup=False)
 
     def compose(self) -> ComposeResult:
         """Lay out."""
@@ -80,19 +57,10 @@ class ServerScreen(Dialog[str | None]):
         """Give the chosen one."""
         self.dismiss(self._shown[event.option_index].name)
 
-    def action_leave(self) -> None:
-        """Give none."""
-        self.dismiss(None)
-
-
-def _option(place: ServerPlace) -> Option:
-    return Option(_prompt(place))
-
 
 def _prompt(place: ServerPlace) -> Content:
     mark, style = PHASES.get(place.phase, ("◌ ", "$warning"))
     name = place.name or place.url
     here = " · on the screen" if place.is_shown else ""
     first = Content.assemble((mark or "● ", style or "$success"), (name, "bold"), (f"  {place.state}{here}", "$muted"))
-    lines = [first, Content.styled(f"  {place.detail}", "$muted")]
-    return Content("\n").join([line.truncate(WIDTH, ellipsis=True) for line in lines])
+    return prompt([first, Content.styled(f"  {place.detail}", "$muted")])
