@@ -16,9 +16,7 @@ from textual.theme import Theme
 from chatd.clean import clean, clean_line
 from chatd.config import Server, input_history_path, state_dir
 from chatd.errors import ChatdError
-from chatd.protocol import (
-    AttachRole,
-)
+from chatd.protocol import AttachRole
 from chatd_tui import messages
 from chatd_tui.actions import Actions
 from chatd_tui.attachments import completions
